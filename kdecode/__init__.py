@@ -1,0 +1,1 @@
+"""kdecode: the Kimi K3 model family, decoded at low latency."""

@@ -1,0 +1,37 @@
+"""One step's metadata: which tokens of which requests run, and where their caches are.
+
+A step is a set of requests, each with one or more new tokens. Whether a request is in its decode
+phase is said by its state (`is_decode`), never derived from token counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """One request's share of a step.
+
+    token_ids: the new tokens. start: tokens already in the caches, i.e. the first new token's position.
+    slot: KDA slot. pages: MLA page numbers, enough for start + len(token_ids) tokens.
+    needs_logits: logits of the last new token are wanted. is_decode: the prompt has been prefilled.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    slot: int
+    pages: tuple[int, ...]
+    is_decode: bool
+    needs_logits: bool = True
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The requests of one step, in row order."""
+
+    requests: tuple[StepRequest, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(request.token_ids) for request in self.requests)

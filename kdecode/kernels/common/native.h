@@ -1,0 +1,35 @@
+// Shared types of the native kernels. No torch, no Python: raw pointers and sizes.
+#pragma once
+
+#include <cstdint>
+
+namespace kdecode {
+
+using bf16 = std::uint16_t;  // bit pattern of a bfloat16
+using fp8 = std::uint8_t;    // bit pattern of an OCP E4M3 number
+
+enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1 };
+
+// A packed matrix W of `rows` output rows (padded with zeros to a multiple of 16) and `cols` input columns.
+//
+// kBf16:  data[(tile * (cols / 2) + pair) * 32 + row_in_tile * 2 + parity], bf16: a 64-byte line holds 16 rows of 2
+//         neighbouring columns. cols is even.
+// kMxfp4: codes[(tile * (cols / 32) + group) * 256 + block * 64 + lane * 2 + byte], a 64-byte line holds 16 rows of 8
+//         columns: its 16-bit word at lane i = row_in_tile * 2 + parity carries, from the low nibble up, the E2M1 codes of
+//         columns group * 32 + block * 8 + {0, 2, 4, 6} + parity of row_in_tile.
+//         scales[(tile * (cols / 32) + group) * 16 + row_in_tile], E8M0. cols is a multiple of 32.
+struct Tiles {
+  const void* data = nullptr;
+  const std::uint8_t* scales = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  TileFormat format = TileFormat::kBf16;
+
+  std::int64_t num_tiles() const { return (rows + 15) / 16; }
+  std::int64_t tile_bytes() const { return format == TileFormat::kBf16 ? cols * 32 : cols / 32 * 272; }
+};
+
+inline constexpr int kTileRows = 16;
+inline constexpr int kMaxRows = 8;  // rows of one native decode step
+
+}  // namespace kdecode

@@ -1,0 +1,62 @@
+// The thread pool of the native kernels: persistent workers that run one function together (SPMD).
+//
+// Workers spin briefly, then yield, then sleep, so that a contended machine does not collapse. The pool is an object, owned by
+// whoever made it; there is no global one.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+namespace kdecode {
+
+struct PoolState;
+
+// One thread's view of a running job. All threads must execute the same sequence of split() and barrier() calls.
+class Worker {
+ public:
+  Worker(PoolState& state, int index, int count) : state_(state), index_(index), count_(count) {}
+
+  int index() const { return index_; }
+  int count() const { return count_; }
+
+  // Waits until every thread of the job is here; writes before it are visible after it.
+  void barrier();
+
+  // Hands out [0, n) in chunks of `chunk` items to whichever thread asks first; calls body(begin, end). No barrier at the end.
+  template <class Body>
+  void split(std::int64_t n, std::int64_t chunk, Body&& body) {
+    std::atomic<std::int64_t>& next = open_counter();
+    for (;;) {
+      const std::int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
+      if (begin >= n) return;
+      body(begin, begin + chunk < n ? begin + chunk : n);
+    }
+  }
+
+ private:
+  std::atomic<std::int64_t>& open_counter();
+
+  PoolState& state_;
+  int index_;
+  int count_;
+  std::uint32_t splits_ = 0;
+  std::uint32_t barriers_ = 0;
+};
+
+class Pool {
+ public:
+  explicit Pool(int num_threads);  // includes the caller
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int num_threads() const;
+  // Runs job(context, worker) on every thread; returns when all have finished.
+  void run(void (*job)(void*, Worker&), void* context);
+
+ private:
+  std::unique_ptr<PoolState> state_;
+};
+
+}  // namespace kdecode

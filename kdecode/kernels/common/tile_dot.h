@@ -1,0 +1,16 @@
+// Per-instruction-set interface of the tile kernels. Include it inside files compiled once per set, after KD_NS is defined.
+#pragma once
+
+#include "native.h"
+
+#ifndef KD_NS
+#error "compile through the per-instruction-set targets, which define KD_NS"
+#endif
+
+namespace kdecode::KD_NS {
+
+// y[r * 16 + i] = sum_k W[tile * 16 + i, k] * x[r][k] for r < num_rows <= kMaxRows, fp32 accumulation in a fixed order that does
+// not depend on the number of rows. x[r] are bf16 rows of w.cols numbers (any addresses: gathered rows are fine).
+void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, float* y);
+
+}  // namespace kdecode::KD_NS

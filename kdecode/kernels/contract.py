@@ -1,0 +1,85 @@
+"""What an op is: the contract between the decode plan and every implementation.
+
+An implementation module (torch, native CPU, Triton, ...) exports three things:
+
+* ``refuse(problem) -> list[str]``: every reason, as full sentences, why it cannot run; ``[]`` if it can.
+* ``prepare(problem, weights, buffers) -> Prepared``: binds weights, caches and buffers, once.
+* ``Prepared.run() -> None``: one launch; reads and writes the buffers it was bound to.
+
+Nothing is chosen in ``run``. Weights are the packed matrices of `model/layout.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kdecode.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds against the oracle: per element ``atol + rtol * |gold|`` and aggregate RMS-error ratio."""
+
+    rtol: float
+    atol: float
+    rms_ratio: float
+
+
+@dataclass(frozen=True)
+class OpContract:
+    """An op's name, the stages it covers, and how closely it has to match their references."""
+
+    name: str
+    covers: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    mutates: tuple[str, ...]
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One use of an op inside a plan.
+
+    rows: rows of the step, None for an implementation that takes any number (the standard path).
+    layer: 0-based layer, None before and after the stack.
+    """
+
+    config: ModelConfig
+    layer: int | None
+    rows: int | None
+    rows_per_request: int
+    device: str
+    cache_dtype: str  # "bf16" or "fp8"
+    page_tokens: int
+    max_context_tokens: int
+    isa: str  # "avx512", "avx2", "portable"; "" when the native library is not used
+
+
+class Buffers(dict[str, torch.Tensor]):
+    """Named tensors of one plan. Static plans allocate them once; the standard path replaces them.
+
+    ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on.
+    """
+
+    batch: Any
+    caches: Any
+
+
+class Prepared(Protocol):
+    """An implementation bound to its weights and buffers."""
+
+    def run(self) -> None:
+        """One launch."""
+        ...
+
+
+class Implementation(Protocol):
+    """The three exports of an implementation module."""
+
+    def refuse(self, problem: Problem) -> list[str]: ...
+
+    def prepare(self, problem: Problem, weights: Any, buffers: Buffers) -> Prepared: ...
