@@ -1,0 +1,30 @@
+// The prologue that every block shares: attention residual mix, then RMSNorm, of one row.
+#pragma once
+
+#include "native.h"
+
+namespace kdecode {
+
+struct MixNorm {
+  const bf16* prefix = nullptr;       // [rows, width]
+  const bf16* snapshots = nullptr;    // [num_snapshots, rows, width]
+  const float* mix_weight = nullptr;  // [width], norm weight times score projection; null: the mix is the prefix
+  const float* norm_weight = nullptr;
+  bf16* mix_out = nullptr;   // [rows, width]
+  bf16* norm_out = nullptr;  // [rows, width]
+  float eps = 0;             // of the RMSNorm and of the mix's scores
+  std::int32_t num_snapshots = 0;
+  std::int32_t rows = 0;
+  std::int64_t width = 0;
+};
+
+}  // namespace kdecode
+
+#ifdef KD_NS
+namespace kdecode::KD_NS {
+
+// mix_out[row], norm_out[row] of one row, single-threaded; rounding points as in ARCHITECTURE.md.
+void mix_norm_row(const MixNorm& args, int row);
+
+}  // namespace kdecode::KD_NS
+#endif

@@ -1,0 +1,22 @@
+// THE list of native steps: name of the function in KD_NS and of its argument struct. Each op declares both in its cpu.h,
+// defines the function in cpu.cpp and `void bind_<name>(nanobind::module_&)` in bind.cpp.
+#pragma once
+
+#include "../attn_out/cpu.h"
+#include "../dense_mlp/cpu.h"
+#include "../embed/cpu.h"
+#include "../head/cpu.h"
+#include "../kda_front/cpu.h"
+#include "../mla_front/cpu.h"
+#include "../moe_front/cpu.h"
+#include "../moe_tail/cpu.h"
+
+#define KD_STEPS(X)                 \
+  X(embed, EmbedArgs)               \
+  X(kda_front, KdaFrontArgs)        \
+  X(mla_front, MlaFrontArgs)        \
+  X(attn_out, AttnOutArgs)          \
+  X(dense_mlp, DenseMlpArgs)        \
+  X(moe_front, MoeFrontArgs)        \
+  X(moe_tail, MoeTailArgs)          \
+  X(head, HeadArgs)
