@@ -1,0 +1,89 @@
+"""The named buffers of a forward step, as ARCHITECTURE.md lists them: shapes and dtypes in one place."""
+
+from __future__ import annotations
+
+import torch
+
+from kdecode.config import ModelConfig
+from kdecode.decode.plan import Buffer
+
+BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+
+_Names = dict[str, tuple[tuple[int | str, ...], torch.dtype]]
+
+
+def input_buffers(rows: int, max_pages: int) -> tuple[Buffer, ...]:
+    """Metadata of a static plan, written before each run: one line of each a row."""
+    return (
+        Buffer("row_token", (rows,), INT32, "input"),
+        Buffer("row_slot", (rows,), INT32, "input"),
+        Buffer("row_position", (rows,), INT32, "input"),
+        Buffer("row_pages", (rows, max_pages), INT32, "input"),
+    )
+
+
+def value_buffers(config: ModelConfig, rows: int | str) -> tuple[Buffer, ...]:
+    """Every value that a stage writes. rows: a number, or "T" for a plan of any number of rows."""
+    width = config.hidden_size
+    names: _Names = {
+        "prefix": ((rows, width), BF16),
+        "attn_mix": ((rows, width), BF16),
+        "attn_in": ((rows, width), BF16),
+        "attn_delta": ((rows, width), BF16),
+        "mlp_mix": ((rows, width), BF16),
+        "mlp_in": ((rows, width), BF16),
+        "mlp_delta": ((rows, width), BF16),
+        "final_mix": ((rows, width), BF16),
+        "head_in": ((rows, width), BF16),
+        "logits": ((rows, config.vocab_size), FP32),
+        "attn_out": ((rows, config.kda.width), BF16),
+    }
+    if config.attn_res_block is not None:
+        names["snapshots"] = ((config.num_snapshots, rows, width), BF16)
+    if "kda" in config.layer_kinds:
+        names |= _kda_buffers(config, rows)
+    if "mla" in config.layer_kinds:
+        names |= _mla_buffers(config, rows)
+    if "moe" in config.mlp_kinds:
+        names |= _moe_buffers(config, rows)
+    return tuple(Buffer(name, shape, dtype) for name, (shape, dtype) in names.items())
+
+
+def _kda_buffers(config: ModelConfig, rows: int | str) -> _Names:
+    kda = config.kda
+    # The ranks of f_a and of a low-rank output gate are the head width in every released model.
+    gate = kda.width if kda.is_gate_full_rank else kda.head_dim
+    columns = 3 * kda.width + gate + kda.head_dim + kda.num_heads
+    return {
+        "kda_proj": ((rows, columns), BF16),
+        "kda_qkv": ((rows, 3 * kda.width), BF16),
+        "kda_decay": ((rows, kda.num_heads, kda.head_dim), FP32),
+        "kda_beta": ((rows, kda.num_heads), FP32),
+        "kda_out": ((rows, kda.num_heads, kda.head_dim), BF16),
+    }
+
+
+def _mla_buffers(config: ModelConfig, rows: int | str) -> _Names:
+    mla = config.mla
+    query = mla.num_heads * mla.qk_dim if mla.q_rank is None else mla.q_rank
+    gate = mla.num_heads * mla.v_dim if mla.has_output_gate else 0
+    return {
+        "mla_proj": ((rows, query + mla.cache_width + gate), BF16),
+        "mla_query": ((rows, mla.num_heads, mla.cache_width), BF16),
+        "mla_latent": ((rows, mla.num_heads, mla.kv_rank), BF16),
+    }
+
+
+def _moe_buffers(config: ModelConfig, rows: int | str) -> _Names:
+    moe = config.moe
+    names: _Names = {
+        "route_ids": ((rows, moe.top_k), INT32),
+        "route_weights": ((rows, moe.top_k), FP32),
+        "expert_sum": ((rows, moe.latent_width or config.hidden_size), BF16),
+    }
+    if moe.num_shared:
+        names["shared"] = ((rows, config.hidden_size), BF16)
+    if moe.latent_width is not None:
+        names["latent"] = ((rows, moe.latent_width), BF16)
+        names["routed"] = ((rows, config.hidden_size), BF16)
+    return names

@@ -1,0 +1,198 @@
+"""The `latency_specialized` backend: few fused native steps for small decode batches.
+
+A layer is an attention front (mix, norm, projections, core), the output projection with the residual,
+and one (dense) or two (mixture of experts) steps for the MLP; a whole plan is one native call. Opt-in
+and fail-closed: `refuse` lists every reason why a deployment cannot run it. Rounding points are those
+of the ops it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kdecode.cache.caches import Caches
+from kdecode.config import ModelConfig
+from kdecode.decode.buffers import input_buffers, value_buffers
+from kdecode.decode.plan import Buffer, DecodePlan, Step
+from kdecode.decode.traffic import stage_weight_bytes
+from kdecode.kernels import table
+from kdecode.kernels.common.native import NativeStep, Pool, Program
+from kdecode.kernels.contract import Buffers, OpContract, Problem
+from kdecode.model.layout import PackedModel
+from kdecode.model.stages import layer_stages
+
+# Rows of the prepared plans: one plan each.
+ROW_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+class BackendRefusedError(ValueError):
+    """The deployment cannot run the backend that was asked for; the message has every reason."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a deployment's plans have in common.
+
+    isa: instruction set of the native kernels. pool: their threads, owned by the caller.
+    """
+
+    config: ModelConfig
+    device: str
+    isa: str
+    pool: Pool
+    cache_dtype: str
+    page_tokens: int
+    max_context_tokens: int
+
+    def problem(self, layer: int | None, rows: int) -> Problem:
+        return Problem(
+            config=self.config,
+            layer=layer,
+            rows=rows,
+            rows_per_request=1,
+            device=self.device,
+            cache_dtype=self.cache_dtype,
+            page_tokens=self.page_tokens,
+            max_context_tokens=self.max_context_tokens,
+            isa=self.isa,
+        )
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.max_context_tokens // self.page_tokens)
+
+
+def layer_ops(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """The fused ops of one layer, in order."""
+    attention = "kda_front" if config.layer_kinds[layer] == "kda" else "mla_front"
+    if config.mlp_kinds[layer] == "dense":
+        return attention, "attn_out", "dense_mlp"
+    return attention, "attn_out", "moe_front", "moe_tail"
+
+
+def refuse(deployment: Deployment) -> list[str]:
+    """Every reason, each once, why this deployment cannot run the backend; [] if it can."""
+    config = deployment.config
+    reasons: list[str] = []
+    if deployment.device != "cpu":
+        reasons.append(f"The native kernels run on the cpu; the device is {deployment.device}.")
+    attention_widths = {config.kda.width, config.mla.num_heads * config.mla.v_dim}
+    if len(attention_widths) > 1:
+        reasons.append(
+            f"KDA and MLA heads must have the same total width; they have {config.kda.width} and "
+            f"{config.mla.num_heads * config.mla.v_dim} channels."
+        )
+    for op, layer in _distinct_ops(config):
+        problem = deployment.problem(layer, ROW_BUCKETS[-1])
+        reasons += table.implementation(op, "cpu").refuse(problem)
+    return list(dict.fromkeys(reasons))
+
+
+def build(deployment: Deployment, packed: PackedModel, caches: Caches, rows: int) -> DecodePlan:
+    """The plan of one row bucket. Raises BackendRefusedError with every reason."""
+    reasons = refuse(deployment)
+    if reasons:
+        raise BackendRefusedError(refusal_message(reasons))
+    config = deployment.config
+    specs = (*input_buffers(rows, deployment.max_pages), *value_buffers(config, rows))
+    builder = _Builder(
+        deployment=deployment,
+        packed=packed,
+        rows=rows,
+        specs=specs,
+        buffers=_allocate(specs, deployment, caches),
+        program=Program(deployment.pool, deployment.isa),
+    )
+    steps = [builder.step("embed", None)]
+    for layer in range(config.num_layers):
+        steps += [builder.step(op, layer) for op in layer_ops(config, layer)]
+    steps.append(builder.step("head", None))
+    return DecodePlan(
+        backend="latency_specialized",
+        config=config,
+        rows=rows,
+        rows_per_request=1,
+        steps=tuple(steps),
+        buffer_specs=specs,
+        buffers=builder.buffers,
+        launch_all=lambda: builder.program.run(0, len(steps)),
+    )
+
+
+def refusal_message(reasons: Iterable[str]) -> str:
+    lines = "\n".join(f"  - {reason}" for reason in reasons)
+    return (
+        f"decode_backend latency_specialized cannot run this deployment:\n{lines}\n"
+        "Set decode_backend to auto, or change what is named above."
+    )
+
+
+def _distinct_ops(config: ModelConfig) -> list[tuple[str, int | None]]:
+    """Each op of the plan with the first layer that uses it."""
+    first: dict[str, int | None] = {"embed": None, "head": None}
+    for layer in range(config.num_layers):
+        for op in layer_ops(config, layer):
+            first.setdefault(op, layer)
+    return list(first.items())
+
+
+def _allocate(specs: tuple[Buffer, ...], deployment: Deployment, caches: Caches) -> Buffers:
+    buffers = Buffers()
+    for spec in specs:
+        buffers[spec.name] = torch.zeros([int(size) for size in spec.shape], dtype=spec.dtype)
+    buffers.caches = caches
+    buffers.pool = deployment.pool
+    return buffers
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """What the steps of one plan share."""
+
+    deployment: Deployment
+    packed: PackedModel
+    rows: int
+    specs: tuple[Buffer, ...]
+    buffers: Buffers
+    program: Program
+
+    def step(self, op: str, layer: int | None) -> Step:
+        """Prepares one step and appends it to the program."""
+        contract = self._restrict(table.contract(op), layer)
+        weights: Any = self.packed if layer is None else self.packed.layers[layer]
+        prepared = table.implementation(op, "cpu").prepare(
+            self.deployment.problem(layer, self.rows), weights, self.buffers
+        )
+        assert isinstance(prepared, NativeStep)
+        self.program.add(prepared.name, prepared.args)
+        return Step(
+            layers=(layer,),
+            covers=contract.covers,
+            op=op,
+            impl=f"cpu/{self.deployment.isa}",
+            reads=contract.reads,
+            writes=contract.writes,
+            run=prepared.run,
+            tolerance=contract.tolerance,
+            weight_bytes=sum(
+                stage_weight_bytes(self.packed, layer, stage) for stage in contract.covers
+            ),
+        )
+
+    def _restrict(self, contract: OpContract, layer: int | None) -> OpContract:
+        """The contract without the stages and buffers that this model or layer does not have."""
+        names = {spec.name for spec in self.specs}
+        covers = contract.covers
+        if layer is not None:
+            present = layer_stages(self.deployment.config, layer)
+            covers = tuple(stage for stage in covers if stage in present)
+        return replace(
+            contract,
+            covers=covers,
+            reads=tuple(name for name in contract.reads if name in names),
+            writes=tuple(name for name in contract.writes if name in names),
+        )

@@ -1,0 +1,197 @@
+"""The decode plan: which steps run, what each covers, and in which buffers.
+
+Owns the plan as data: validation, printing, stepwise running and comparison with an oracle plan. Does
+not know any backend or op; a backend is straight-line Python that builds one of these. There are no
+passes and no rewriting: what the backend wrote is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from kdecode.config import ModelConfig
+from kdecode.kernels.contract import Buffers, Tolerance
+from kdecode.model.stages import model_stages
+from kdecode.testing.compare import Deviation, measure
+
+Lifetime = Literal["input", "step", "constant"]
+
+
+class PlanError(ValueError):
+    """A plan that does not cover the model exactly once, or reads what nobody wrote."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named tensor of a plan. lifetime "input": written by the caller before each run; "step": by a step."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    lifetime: Lifetime = "step"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of one implementation.
+
+    layers: the layer of each covered stage's group, None before and after the stack. covers: stage
+    names in order. weight_bytes: packed weights that one run reads at one row; None when not known.
+    """
+
+    layers: tuple[int | None, ...]
+    covers: tuple[str, ...]
+    op: str
+    impl: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    run: Callable[[], None]
+    tolerance: Tolerance
+    weight_bytes: int | None = None
+
+    @property
+    def stages(self) -> tuple[tuple[int | None, str], ...]:
+        """Every (layer, stage) of this step, in order; a step of one layer lists it once."""
+        if len(self.layers) == 1:
+            return tuple((self.layers[0], stage) for stage in self.covers)
+        return tuple(zip(self.layers, self.covers, strict=True))
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A buffer that differs from the oracle's after a step, by more than the step's tolerance."""
+
+    step: int
+    op: str
+    layer: int | None
+    buffer: str
+    deviation: Deviation
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Steps in order, over named buffers. rows None: any number of rows (the standard path)."""
+
+    backend: str
+    config: ModelConfig
+    rows: int | None
+    rows_per_request: int
+    steps: tuple[Step, ...]
+    buffer_specs: tuple[Buffer, ...]
+    buffers: Buffers
+    # One call that runs every step, when the backend has one; else the steps are launched one by one.
+    launch_all: Callable[[], None] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises PlanError unless every (layer, stage) is covered once, in order, from written buffers."""
+        expected = model_stages(self.config)
+        covered = [stage for step in self.steps for stage in step.stages]
+        for position, (want, have) in enumerate(zip(expected, covered, strict=False)):
+            if want != have:
+                raise PlanError(
+                    f"stage {position} of the plan is {_stage_name(have)}, expected {_stage_name(want)}"
+                )
+        if len(covered) < len(expected):
+            missing = ", ".join(_stage_name(stage) for stage in expected[len(covered) :][:4])
+            raise PlanError(f"the plan ends before {missing}")
+        if len(covered) > len(expected):
+            raise PlanError(f"the plan covers {_stage_name(covered[len(expected)])} twice")
+        specs = {spec.name: spec for spec in self.buffer_specs}
+        if len(specs) != len(self.buffer_specs):
+            raise PlanError("two buffers of the plan have one name")
+        written = {name for name, spec in specs.items() if spec.lifetime != "step"}
+        for index, step in enumerate(self.steps):
+            for name in (*step.reads, *step.writes):
+                if name not in specs:
+                    raise PlanError(f"step {index} ({step.op}) uses the undeclared buffer {name}")
+            for name in step.reads:
+                if name not in written:
+                    raise PlanError(
+                        f"step {index} ({step.op}) reads {name} before any step wrote it"
+                    )
+            written.update(step.writes)
+
+    def run(self) -> None:
+        """All steps, in order."""
+        if self.launch_all is not None:
+            self.launch_all()
+            return
+        for step in self.steps:
+            step.run()
+
+    def run_until(self, step: int) -> None:
+        """Steps 0..step, inclusive, launched one by one."""
+        for entry in self.steps[: step + 1]:
+            entry.run()
+
+    def diff(self, oracle: DecodePlan, *, stop_at_first: bool = False) -> list[Mismatch]:
+        """Runs both plans side by side and compares every common buffer after each of our steps.
+
+        Both plans must have been given the same step, on caches with the same contents but not the same
+        memory. The oracle has to cover the stages in steps no coarser than ours.
+        """
+        mismatches: list[Mismatch] = []
+        oracle_stages = 0
+        our_stages = 0
+        pending = list(oracle.steps)
+        for index, step in enumerate(self.steps):
+            step.run()
+            our_stages += len(step.stages)
+            while oracle_stages < our_stages:
+                other = pending.pop(0)
+                other.run()
+                oracle_stages += len(other.stages)
+            if oracle_stages != our_stages:
+                raise PlanError(
+                    f"the oracle's step {other.op} ends {oracle_stages - our_stages} stages after "
+                    f"step {index} ({step.op})"
+                )
+            for name in step.writes:
+                if name not in oracle.buffers:
+                    continue
+                deviation = measure(self.buffers[name], oracle.buffers[name], step.tolerance)
+                if not deviation.is_within:
+                    mismatches.append(Mismatch(index, step.op, step.layers[0], name, deviation))
+                    if stop_at_first:
+                        return mismatches
+        return mismatches
+
+    def explain(self) -> str:
+        """One row a step: layer, op, implementation, weight bytes read at one row, stages covered."""
+        rows = [("step", "layer", "op", "impl", "weight bytes", "covers")]
+        for index, step in enumerate(self.steps):
+            layer = "-" if step.layers[0] is None else str(step.layers[0])
+            size = "-" if step.weight_bytes is None else f"{step.weight_bytes:,}"
+            rows.append((str(index), layer, step.op, step.impl, size, " ".join(step.covers)))
+        row_text = "any number of rows" if self.rows is None else f"{self.rows} rows"
+        title = f"backend {self.backend}, {row_text}, {self.rows_per_request} a request"
+        total = f"{len(self.steps)} steps"
+        if self.launch_all is not None:
+            total += " in one native call"
+        return "\n".join([title, *_table(rows), total, *self.notes]) + "\n"
+
+
+def _stage_name(stage: tuple[int | None, str]) -> str:
+    layer, name = stage
+    return name if layer is None else f"layer {layer} {name}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns padded to their widest cell; numbers to the right, text to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in (0, 1, 4) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

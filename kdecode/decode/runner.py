@@ -1,0 +1,158 @@
+"""Runs one rank's steps: the prepared plan where it serves the step, the standard forward otherwise.
+
+Owns the choice, made from the requests' state and equal on every rank, and the count of every decode
+step by path and reason. Does not know requests' life cycles, sampling or scheduling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from kdecode.cache.batch import StepBatch
+from kdecode.cache.caches import Caches
+from kdecode.config import EngineConfig
+from kdecode.decode import auto, latency_specialized
+from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
+from kdecode.decode.plan import DecodePlan
+from kdecode.kernels.common import native
+from kdecode.model.layout import PackedModel
+
+log = logging.getLogger(__name__)
+
+SPECIALIZED, STANDARD = "specialized", "standard"
+
+
+def decline_reason(batch: StepBatch, buckets: tuple[int, ...] = ROW_BUCKETS) -> str | None:
+    """Why the prepared plans do not serve this step; None when one does.
+
+    Looks at each request's state, never at token counts alone: a prompt of one token is a prefill.
+    """
+    decoding = [request.is_decode for request in batch.requests]
+    if not any(decoding):
+        return "prefill"
+    if not all(decoding):
+        return "mixed prefill and decode"
+    if any(len(request.token_ids) != 1 for request in batch.requests):
+        return "more than one token a request"
+    if not all(request.needs_logits for request in batch.requests):
+        return "a decode row without logits"
+    if len(batch.requests) not in buckets:
+        return f"rows above {buckets[-1]}"
+    return None
+
+
+@dataclass
+class StepStats:
+    """Counts of steps. Decode steps are those with at least one request past its prompt."""
+
+    decode_steps: Counter[tuple[str, str]] = field(default_factory=Counter)
+    prefill_steps: int = 0
+
+    @property
+    def coverage(self) -> float | None:
+        """Specialised steps / decode steps; None before the first decode step."""
+        total = sum(self.decode_steps.values())
+        if total == 0:
+            return None
+        served = sum(n for (path, _), n in self.decode_steps.items() if path == SPECIALIZED)
+        return served / total
+
+    def snapshot(self) -> Mapping[tuple[str, str], int]:
+        return dict(self.decode_steps)
+
+
+class StepRunner:
+    """One rank's forward: `run` gives the logits of a step and moves the caches.
+
+    Raises BackendRefusedError at construction when latency_specialized is asked for by name on a
+    deployment that cannot run it.
+    """
+
+    def __init__(self, packed: PackedModel, caches: Caches, engine: EngineConfig) -> None:
+        self.config = packed.config
+        self.engine = engine
+        self.stats = StepStats()
+        self.last_path: tuple[str, str] = (STANDARD, "")
+        self._num_threads = engine.resolved_threads()
+        self._standard = auto.build_auto_plan(packed, caches, engine)
+        self._plans: dict[int, DecodePlan] = {}
+        self._logged: set[str] = set()
+        if engine.decode_backend == "latency_specialized":
+            deployment = deployment_of(packed, engine)
+            for rows in ROW_BUCKETS:
+                self._plans[rows] = latency_specialized.build(deployment, packed, caches, rows)
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Logits [requests that need them, vocab] fp32, in request order."""
+        reason = decline_reason(batch) if self._plans else "decode_backend is auto"
+        is_decode_step = any(request.is_decode for request in batch.requests)
+        path = STANDARD if reason is not None else SPECIALIZED
+        if path == SPECIALIZED:
+            logits = self._run_plan(self._plans[batch.num_rows], batch)
+        else:
+            torch.set_num_threads(self._num_threads)
+            logits = auto.run_standard(self._standard, batch)
+        self.last_path = (path, reason or "")
+        if is_decode_step:
+            self.stats.decode_steps[self.last_path] += 1
+            self._log_fallback(reason)
+        else:
+            self.stats.prefill_steps += 1
+        return logits
+
+    def plan(self, rows: int) -> DecodePlan:
+        """The plan that serves a decode step of so many rows."""
+        return self._plans.get(rows, self._standard)
+
+    def _run_plan(self, plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
+        load_inputs(plan, batch)
+        # The native pool owns the cores meanwhile; torch's own threads would only fight it.
+        torch.set_num_threads(1)
+        plan.run()
+        return plan.buffers["logits"].clone()
+
+    def _log_fallback(self, reason: str | None) -> None:
+        if reason is None or not self._plans or reason in self._logged:
+            return
+        self._logged.add(reason)
+        log.info("decode steps run on the standard path: %s (logged once)", reason)
+
+
+def deployment_of(packed: PackedModel, engine: EngineConfig) -> Deployment:
+    """The native deployment that an engine's configuration asks for."""
+    return Deployment(
+        config=packed.config,
+        device=engine.device,
+        isa=engine.isa or native.detect_isa(),
+        pool=native.Pool(engine.resolved_threads()),
+        cache_dtype=engine.cache_dtype,
+        page_tokens=engine.page_tokens,
+        max_context_tokens=engine.max_context_tokens,
+    )
+
+
+def load_inputs(plan: DecodePlan, batch: StepBatch) -> None:
+    """Writes a step's metadata into a static plan's input buffers; nothing of the last step stays.
+
+    Raises ValueError for a token outside the vocabulary or a request longer than its pages.
+    """
+    buffers, vocab = plan.buffers, plan.config.vocab_size
+    tokens, slots, positions = [], [], []
+    pages = buffers["row_pages"]
+    pages.fill_(-1)
+    for row, request in enumerate(batch.requests):
+        token = request.token_ids[0]
+        if not 0 <= token < vocab:
+            raise ValueError(f"token id {token} is outside the vocabulary of {vocab}")
+        tokens.append(token)
+        slots.append(request.slot)
+        positions.append(request.start)
+        pages[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+    buffers["row_token"].copy_(torch.tensor(tokens, dtype=torch.int32))
+    buffers["row_slot"].copy_(torch.tensor(slots, dtype=torch.int32))
+    buffers["row_position"].copy_(torch.tensor(positions, dtype=torch.int32))

@@ -1,0 +1,85 @@
+"""Bytes that the stages of a decode step have to move: weights, state and cache.
+
+Owns the accounting behind `kdecode plan` and the bandwidth floor. Weights are counted once a step, as
+they are packed; a step of several rows reads each distinct expert once, so its expert bytes depend on
+the routing and are given for one row.
+"""
+
+from __future__ import annotations
+
+from kdecode.config import ModelConfig
+from kdecode.kernels.common.matrix import Matrix
+from kdecode.model.layout import PackedKda, PackedMla, PackedMlp, PackedModel, PackedMoe
+
+
+def stage_weight_bytes(packed: PackedModel, layer: int | None, stage: str) -> int:
+    """Packed weight bytes that one row reads in a stage; 0 for stages without a matrix."""
+    if layer is None:
+        if stage == "head":
+            return packed.head.num_bytes
+        return packed.embed.shape[1] * packed.embed.element_size() if stage == "embed" else 0
+    entry = packed.layers[layer]
+    if isinstance(entry.attention, PackedKda):
+        matrices = _kda_matrices(entry.attention, stage)
+    else:
+        matrices = _mla_matrices(entry.attention, stage)
+    if isinstance(entry.mlp, PackedMlp):
+        matrices += _mlp_matrices(entry.mlp) if stage == "dense_mlp" else ()
+    else:
+        matrices += _moe_matrices(entry.mlp, stage, packed.config)
+    return sum(matrix.num_bytes for matrix in matrices if matrix is not None)
+
+
+def stage_state_bytes(
+    config: ModelConfig, layer: int | None, stage: str, context_tokens: int, cache_bytes: int
+) -> int:
+    """State and cache bytes that one row reads and writes in a stage.
+
+    context_tokens: tokens in the cache, this row's included. cache_bytes: bytes of one cached number.
+    """
+    if layer is None:
+        return 0
+    kda, mla = config.kda, config.mla
+    if stage == "kda_conv":
+        return 2 * (kda.conv_width - 1) * 3 * kda.width * 2
+    if stage == "kda_step":
+        return 2 * kda.width * kda.head_dim * 4
+    if stage == "mla_insert":
+        return mla.cache_width * cache_bytes
+    if stage == "mla_attend":
+        return context_tokens * mla.cache_width * cache_bytes
+    return 0
+
+
+def _kda_matrices(kda: PackedKda, stage: str) -> tuple[Matrix | None, ...]:
+    return {
+        "kda_in_proj": (kda.in_proj,),
+        "kda_gate": (kda.f_b,),
+        "kda_out_norm": (kda.g_b,),
+        "attn_out_proj": (kda.o_proj,),
+    }.get(stage, ())
+
+
+def _mla_matrices(mla: PackedMla, stage: str) -> tuple[Matrix | None, ...]:
+    return {
+        "mla_in_proj": (mla.in_proj,),
+        "mla_query": (mla.q_b, mla.w_uk),
+        "mla_value": (mla.w_uv,),
+        "attn_out_proj": (mla.o_proj,),
+    }.get(stage, ())
+
+
+def _mlp_matrices(mlp: PackedMlp) -> tuple[Matrix | None, ...]:
+    return mlp.gate_up, mlp.down
+
+
+def _moe_matrices(moe: PackedMoe, stage: str, config: ModelConfig) -> tuple[Matrix | None, ...]:
+    if stage == "experts":
+        return _mlp_matrices(moe.experts[0]) * config.moe.top_k
+    if stage == "shared_mlp":
+        return () if moe.shared is None else _mlp_matrices(moe.shared)
+    return {
+        "route": (moe.router,),
+        "latent_down": (moe.latent_down,),
+        "latent_up": (moe.latent_up,),
+    }.get(stage, ())

@@ -1,0 +1,35 @@
+"""THE list of (op, implementation, module). Modules are imported only when a plan is built."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from kdecode.kernels.contract import Implementation, OpContract
+
+# The fused ops of the latency-specialised path.
+_NATIVE = (
+    "embed",
+    "kda_front",
+    "mla_front",
+    "attn_out",
+    "dense_mlp",
+    "moe_front",
+    "moe_tail",
+    "head",
+)
+
+TABLE: dict[tuple[str, str], str] = {(op, "cpu"): f"kdecode.kernels.{op}.cpu" for op in _NATIVE}
+
+
+def implementation(op: str, impl: str) -> Implementation:
+    """The implementation module of an op; KeyError names what is not in the table."""
+    if (op, impl) not in TABLE:
+        raise KeyError(f"op {op} has no implementation {impl}")
+    return cast(Implementation, importlib.import_module(TABLE[op, impl]))
+
+
+def contract(op: str) -> OpContract:
+    """The contract of an op."""
+    module = importlib.import_module(f"kdecode.kernels.{op}.op")
+    return cast(OpContract, module.CONTRACT)
