@@ -1,0 +1,99 @@
+"""The import rules of ARCHITECTURE.md, read from the source: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "kdecode"
+
+# Module prefix -> the kdecode modules it may import (prefixes).
+RULES: dict[str, tuple[str, ...]] = {
+    "config": (),
+    "model.reference": ("config", "model.parameters", "model.stages", "model.mxfp4"),
+    "model.stages": ("config",),
+    "model.tokenizer": (),
+    "cache": ("config", "cache"),
+    "prefill": ("config", "model", "kernels.table", "kernels.contract", "cache", "prefill"),
+    "bench": ("bench", "config", "engine", "model.tokenizer"),
+    "engine": ("config", "engine", "decode", "prefill", "cache", "model", "testing"),
+}
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "kernels": ("decode", "engine", "prefill", "bench", "model", "cache"),
+    "decode": ("engine", "bench", "cli"),
+    "model": ("decode", "engine", "bench", "cache", "prefill", "cli"),
+}
+
+
+def _modules() -> list[tuple[str, Path]]:
+    return [
+        (".".join(path.relative_to(PACKAGE).with_suffix("").parts), path)
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+
+
+def _imports(path: Path) -> set[str]:
+    """kdecode modules that a file imports, without the package's name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return {name.removeprefix("kdecode.") for name in found if name.startswith("kdecode.")}
+
+
+def _is_under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".") or name.startswith(prefix + "_")
+
+
+@pytest.mark.parametrize(("module", "path"), _modules(), ids=lambda value: str(value))
+def test_imports_follow_the_map(module: str, path: Path) -> None:
+    for imported in _imports(path):
+        for owner, allowed in RULES.items():
+            if _is_under(module, owner) and imported in _package_modules():
+                assert any(_is_under(imported, prefix) for prefix in allowed), (
+                    f"{module} imports {imported}; it may import {allowed}"
+                )
+        for owner, banned in FORBIDDEN.items():
+            if _is_under(module, owner):
+                assert not any(_is_under(imported, prefix) for prefix in banned), (
+                    f"{module} imports {imported}; {owner} must not"
+                )
+
+
+def _package_modules() -> set[str]:
+    names = {name for name, _ in _modules()}
+    return {name.removesuffix(".__init__") for name in names}
+
+
+def test_an_op_imports_no_other_op() -> None:
+    ops = {path.name for path in (PACKAGE / "kernels").iterdir() if (path / "op.py").exists()}
+    for op in ops:
+        for path in (PACKAGE / "kernels" / op).glob("*.py"):
+            for imported in _imports(path):
+                parts = imported.split(".")
+                if parts[0] == "kernels" and len(parts) > 1 and parts[1] in ops:
+                    assert parts[1] == op, f"{op} imports {imported}"
+
+
+def test_config_needs_only_the_standard_library() -> None:
+    tree = ast.parse((PACKAGE / "config.py").read_text())
+    names = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    }
+    assert "torch" not in names
+    assert not names & {"numpy", "safetensors", "tiktoken"}
+
+
+def test_environment_is_read_in_config_only() -> None:
+    for module, path in _modules():
+        if module == "config":
+            continue
+        text = path.read_text()
+        assert "os.environ" not in text and "getenv" not in text, f"{module} reads the environment"
