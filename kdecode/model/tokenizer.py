@@ -274,8 +274,8 @@ people work world life year day part place case point group problem fact hand we
 program run question during without again small large every another much such good great long little
 own old right big high different next early young important few public same able know take come give
 look want find tell ask seem feel leave keep let begin help show hear play move live believe bring
-happen provide include continue change lead understand watch follow stop create speak allow add spend
-grow open walk win offer remember love consider appear buy wait serve die send expect build stay fall
+happen provide include continue change lead understand watch follow stop create speak allow add
+spend grow walk win offer remember love consider appear buy wait serve die send expect build fall
 cut reach kill remain yield lambda assert global pass break async await with format append extend
 update items values keys join split strip encode decode replace torch numpy matrix vector tensor
 memory thread kernel linear attention expert router residual norm gate head query config path json
@@ -283,9 +283,9 @@ memory thread kernel linear attention expert router residual norm gate head quer
 WORD_BLOCK = 32
 
 _PUNCTUATION = (
-    "  ", "    ", "        ", "\n\n", "\n    ", " =", " ==", " +", " -", " *", " /", "()", "):", " (",
-    "['", "']", "[\"", "\"]", "\",", " \"", " '", "',", ", ", ". ", "...", "->", "=>", "::", "//",
-    "/*", "*/", "<=", ">=", "!=", "&&", "||", "{\n", "}\n", ");", "\";", "--", "##", "__", "\\n",
+    "  ", "    ", "        ", "\n\n", "\n    ", " =", " ==", " +", " -", " *", " /", "()", "):",
+    " (", "['", "']", "[\"", "\"]", "\",", " \"", " '", "',", ", ", ". ", "...", "->", "=>", "::",
+    "//", "/*", "*/", "<=", ">=", "!=", "&&", "||", "{\n", "}\n", ");", "\";", "--", "##", "__",
     "```", "$\\", "\r\n",
 )  # fmt: skip
 # Common Han characters; Latin-1, Cyrillic, kana and emoji follow as ranges.
@@ -307,7 +307,7 @@ _CODAS = ("", "n", "r", "s", "t", "l", "m", "nt", "st", "ck")
 
 
 def write_tokenizer(directory: str | Path, vocab_size: int, seed: int) -> None:
-    """Writes `tiktoken.model` and `tokenizer_config.json` with `vocab_size` ids into `directory`."""
+    """Writes `tiktoken.model` and `tokenizer_config.json` for `vocab_size` ids."""
     if vocab_size < MIN_VOCAB:
         raise ValueError(f"vocab_size is {vocab_size}; a tokenizer needs at least {MIN_VOCAB}.")
     num_base = vocab_size - NUM_SPECIALS
