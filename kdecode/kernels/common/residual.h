@@ -5,6 +5,8 @@
 
 namespace kdecode {
 
+inline constexpr int kMaxSnapshots = 63;
+
 struct MixNorm {
   const bf16* prefix = nullptr;       // [rows, width]
   const bf16* snapshots = nullptr;    // [num_snapshots, rows, width]
@@ -13,7 +15,7 @@ struct MixNorm {
   bf16* mix_out = nullptr;   // [rows, width]
   bf16* norm_out = nullptr;  // [rows, width]
   float eps = 0;             // of the RMSNorm and of the mix's scores
-  std::int32_t num_snapshots = 0;
+  std::int32_t num_snapshots = 0;  // at most kMaxSnapshots
   std::int32_t rows = 0;
   std::int64_t width = 0;
 };
@@ -25,6 +27,9 @@ namespace kdecode::KD_NS {
 
 // mix_out[row], norm_out[row] of one row, single-threaded; rounding points as in ARCHITECTURE.md.
 void mix_norm_row(const MixNorm& args, int row);
+
+// out = bf16(x * rsqrt(mean(x^2) + eps) * weight), fp32 inside, rounded once; `out` may be `x`.
+void rms_norm_row(const bf16* x, const float* weight, float eps, std::int64_t width, bf16* out);
 
 }  // namespace kdecode::KD_NS
 #endif

@@ -1,7 +1,8 @@
 // Elementwise fp32 maths and number formats, branch-free so that plain loops over them vectorise.
 //
 // Everything lives in KD_NS: the same text is compiled once per instruction set, and no copy may be merged with another's.
-// Errors are at most 3 ulp (exp 1, tanh 1.5) wherever no intermediate is denormal; results do not depend on how a loop around them is vectorised.
+// Errors are at most 3 ulp (exp 1, tanh 1.5) wherever no intermediate is denormal; results do not depend on how a loop around
+// them is vectorised.
 // Assumes round-to-nearest; needs no -ffast-math and must not be given it (roundings are done with magic constants).
 #pragma once
 
