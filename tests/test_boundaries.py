@@ -12,7 +12,13 @@ PACKAGE = Path(__file__).parents[1] / "kdecode"
 # Module prefix -> the kdecode modules it may import (prefixes).
 RULES: dict[str, tuple[str, ...]] = {
     "config": (),
-    "model.reference": ("config", "model.parameters", "model.stages", "model.mxfp4"),
+    "model.reference": (
+        "config",
+        "model.parameters",
+        "model.reference",
+        "model.stages",
+        "model.mxfp4",
+    ),
     "model.stages": ("config",),
     "model.tokenizer": (),
     "cache": ("config", "cache"),
