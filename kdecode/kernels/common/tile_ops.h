@@ -56,8 +56,8 @@ inline void linear_tile(const Tiles& w, std::int64_t tile, int num_rows, const b
 
 // Tiles 2 * pair and 2 * pair + 1 of an interleaved gate_up matrix: out[r][pair * 16 + i] = act(gate, up), rounded once from
 // gate and up as linear outputs (bf16).
-inline void gated_pair(const Tiles& gate_up, std::int64_t pair, int num_rows, const bf16* const* x, const Activation& activation,
-                       bf16* const* out) {
+inline void gated_pair(const Tiles& gate_up, std::int64_t pair, int num_rows, const bf16* const* x,
+                       const Activation& activation, bf16* const* out) {
   float gate[kMaxRows * kTileRows];
   float up[kMaxRows * kTileRows];
   tile_dot(gate_up, 2 * pair, num_rows, x, gate);

@@ -1,0 +1,37 @@
+#include "cpu.h"
+
+#include "../common/threads.h"
+
+namespace kdecode::KD_NS {
+
+void dense_mlp(const DenseMlpArgs& args, Worker& worker) {
+  const int rows = args.mix.rows;
+  const std::int64_t width = args.mix.width;
+  const std::int64_t inner = args.down.cols;
+
+  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row) mix_norm_row(args.mix, static_cast<int>(row));
+  });
+  worker.barrier();
+
+  const Rows in(args.mix.norm_out, rows, width);
+  bf16* product[kMaxRows];
+  for (int r = 0; r < rows; ++r) product[r] = args.product + r * inner;
+  worker.split(inner / kTileRows, units_per_claim(2 * args.gate_up.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t pair = first; pair < last; ++pair) gated_pair(args.gate_up, pair, rows, in.at, args.activation, product);
+  });
+  worker.barrier();
+
+  const Rows products(args.product, rows, inner);
+  worker.split(args.down.num_tiles(), units_per_claim(args.down.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t tile = first; tile < last; ++tile) {
+      linear_tile(args.down, tile, rows, products.at, args.mlp_delta, width);
+      for (int r = 0; r < rows; ++r) {
+        const std::int64_t at = r * width + tile * kTileRows;
+        add_residual(args.mlp_delta + at, tile_width(args.down, tile), args.residual + at);
+      }
+    }
+  });
+}
+
+}  // namespace kdecode::KD_NS

@@ -1,0 +1,193 @@
+#include "cpu.h"
+
+#include "../common/residual.h"
+#include "../common/threads.h"
+
+namespace kdecode::KD_NS {
+namespace {
+
+constexpr int kMaxPairs = kMaxRows * kMaxTopK;
+constexpr std::int64_t kColumns = 256;  // of one claim of the elementwise phases
+
+// The (row, slot) pairs of a step by expert, in the order of first use: an expert's weights are read once for all its rows.
+// A group has at most kMaxRows members whatever the ids are; an id outside [0, E) is in no group.
+struct Groups {
+  int count = 0;
+  std::int32_t expert[kMaxPairs];
+  std::int32_t size[kMaxPairs];
+  std::int16_t pair[kMaxPairs][kMaxRows];
+};
+
+bool is_expert(const MoeTailArgs& args, std::int32_t id) {
+  return id >= 0 && id < static_cast<std::int32_t>(args.expert_down.size());
+}
+
+// Every thread builds the same list: cheaper than a barrier after one thread has.
+void build_groups(const MoeTailArgs& args, Groups& groups) {
+  std::int16_t latest[kMaxExperts];  // group of an expert, plus one; 0: none yet
+  const int experts = static_cast<int>(args.expert_down.size());
+  for (int e = 0; e < experts; ++e) latest[e] = 0;
+  const int pairs = args.rows * args.top_k;
+  for (int pair = 0; pair < pairs; ++pair) {
+    const std::int32_t id = args.route_ids[pair];
+    if (!is_expert(args, id)) continue;
+    if (latest[id] == 0 || groups.size[latest[id] - 1] == kMaxRows) {
+      groups.expert[groups.count] = id;
+      groups.size[groups.count] = 0;
+      latest[id] = static_cast<std::int16_t>(++groups.count);
+    }
+    const int group = latest[id] - 1;
+    groups.pair[group][groups.size[group]++] = static_cast<std::int16_t>(pair);
+  }
+}
+
+// Work items [first, last) of `per_group` units each group -> body(group, first unit, last unit).
+template <class Body>
+void for_groups(std::int64_t first, std::int64_t last, std::int64_t per_group, Body&& body) {
+  while (first < last) {
+    const std::int64_t group = first / per_group;
+    const std::int64_t end = (group + 1) * per_group < last ? (group + 1) * per_group : last;
+    body(static_cast<int>(group), first - group * per_group, end - group * per_group);
+    first = end;
+  }
+}
+
+void experts_gate_up(const MoeTailArgs& args, const Groups& groups, Worker& worker) {
+  const Tiles* weights = args.expert_gate_up.data();
+  const std::int64_t inner = weights[0].rows / 2;
+  const std::int64_t per_group = inner / kTileRows;
+  const std::int64_t claim = units_per_claim(2 * weights[0].tile_bytes());
+  worker.split(groups.count * per_group, claim, [&](std::int64_t first, std::int64_t last) {
+    for_groups(first, last, per_group, [&](int group, std::int64_t begin, std::int64_t end) {
+      const Tiles& w = weights[groups.expert[group]];
+      const int size = groups.size[group];
+      const bf16* in[kMaxRows];
+      bf16* out[kMaxRows];
+      for (int i = 0; i < size; ++i) {
+        const std::int64_t pair = groups.pair[group][i];
+        in[i] = args.expert_in + pair / args.top_k * w.cols;
+        out[i] = args.expert_product + pair * inner;
+      }
+      for (std::int64_t unit = begin; unit < end; ++unit) gated_pair(w, unit, size, in, args.activation, out);
+    });
+  });
+}
+
+void experts_down(const MoeTailArgs& args, const Groups& groups, Worker& worker) {
+  const Tiles* weights = args.expert_down.data();
+  const std::int64_t per_group = weights[0].num_tiles();
+  const std::int64_t claim = units_per_claim(weights[0].tile_bytes());
+  worker.split(groups.count * per_group, claim, [&](std::int64_t first, std::int64_t last) {
+    for_groups(first, last, per_group, [&](int group, std::int64_t begin, std::int64_t end) {
+      const Tiles& w = weights[groups.expert[group]];
+      const int size = groups.size[group];
+      const bf16* in[kMaxRows];
+      for (int i = 0; i < size; ++i) in[i] = args.expert_product + groups.pair[group][i] * w.cols;
+      for (std::int64_t tile = begin; tile < end; ++tile) {
+        float sums[kMaxRows * kTileRows];
+        tile_dot(w, tile, size, in, sums);
+        const int columns = tile_width(w, tile);
+        for (int i = 0; i < size; ++i) {
+          bf16* out = args.expert_out + groups.pair[group][i] * w.rows + tile * kTileRows;
+          for (int c = 0; c < columns; ++c) out[c] = round_bf16(sums[i * kTileRows + c]);
+        }
+      }
+    });
+  });
+}
+
+void shared_down(const MoeTailArgs& args, Worker& worker) {
+  const Tiles& w = args.shared_down;
+  if (w.rows == 0) return;
+  const Rows in(args.shared_product, args.rows, w.cols);
+  worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, args.rows, in.at, args.shared, args.width);
+  });
+}
+
+// expert_sum of `columns` columns of one row, in the order of the route's slots.
+void sum_experts(const MoeTailArgs& args, std::int64_t row, std::int64_t start, int columns, std::int64_t in_width) {
+  float sums[kColumns] = {};
+  for (int slot = 0; slot < args.top_k; ++slot) {
+    const std::int64_t pair = row * args.top_k + slot;
+    if (!is_expert(args, args.route_ids[pair])) {
+      for (int c = 0; c < columns; ++c) sums[c] = __builtin_nanf("");
+      continue;
+    }
+    const float weight = args.route_weights[pair];
+    const bf16* out = args.expert_out + pair * in_width + start;
+    for (int c = 0; c < columns; ++c) sums[c] = mul_add(weight, widen(out[c]), sums[c]);
+  }
+  bf16* sum = args.expert_sum + row * in_width + start;
+  for (int c = 0; c < columns; ++c) sum[c] = round_bf16(sums[c]);
+}
+
+// mlp_delta = bf16(routed + shared), prefix = bf16(prefix + mlp_delta), of `count` numbers from `at`.
+void add_delta(const MoeTailArgs& args, const bf16* routed, std::int64_t at, int count) {
+  for (int i = 0; i < count; ++i) {
+    const float shared = args.shared_down.rows > 0 ? widen(args.shared[at + i]) : 0.0f;
+    args.mlp_delta[at + i] = round_bf16(widen(routed[at + i]) + shared);
+  }
+  add_residual(args.mlp_delta + at, count, args.prefix + at);
+}
+
+// body(row, first column, number of columns) over a [rows, width] buffer.
+template <class Body>
+void split_columns(Worker& worker, std::int64_t rows, std::int64_t width, Body&& body) {
+  const std::int64_t blocks = (width + kColumns - 1) / kColumns;
+  worker.split(rows * blocks, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      const std::int64_t start = i % blocks * kColumns;
+      body(i / blocks, start, static_cast<int>(width - start < kColumns ? width - start : kColumns));
+    }
+  });
+}
+
+void latent_up(const MoeTailArgs& args, Worker& worker) {
+  const Tiles& w = args.latent_up;
+  const bf16* input = args.expert_sum;
+  if (args.latent_norm != nullptr) {
+    worker.split(args.rows, 1, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t row = first; row < last; ++row) {
+        rms_norm_row(args.expert_sum + row * w.cols, args.latent_norm, args.eps, w.cols, args.normed + row * w.cols);
+      }
+    });
+    worker.barrier();
+    input = args.normed;
+  }
+  const Rows in(input, args.rows, w.cols);
+  worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t tile = first; tile < last; ++tile) {
+      linear_tile(w, tile, args.rows, in.at, args.routed, args.width);
+      for (int r = 0; r < args.rows; ++r) {
+        add_delta(args, args.routed, r * args.width + tile * kTileRows, tile_width(w, tile));
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void moe_tail(const MoeTailArgs& args, Worker& worker) {
+  Groups groups;
+  build_groups(args, groups);
+  experts_gate_up(args, groups, worker);
+  // Independent of the experts: whoever finds no more of their work takes this.
+  shared_down(args, worker);
+  worker.barrier();
+
+  experts_down(args, groups, worker);
+  worker.barrier();
+
+  const std::int64_t in_width = args.expert_down.data()[0].rows;
+  const bool is_latent = args.latent_up.rows > 0;
+  split_columns(worker, args.rows, in_width, [&](std::int64_t row, std::int64_t start, int columns) {
+    sum_experts(args, row, start, columns, in_width);
+    if (!is_latent) add_delta(args, args.expert_sum, row * in_width + start, columns);
+  });
+  if (!is_latent) return;
+  worker.barrier();
+  latent_up(args, worker);
+}
+
+}  // namespace kdecode::KD_NS
