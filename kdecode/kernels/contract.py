@@ -62,11 +62,13 @@ class Problem:
 class Buffers(dict[str, torch.Tensor]):
     """Named tensors of one plan. Static plans allocate them once; the standard path replaces them.
 
-    ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on.
+    ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on;
+    ``pool`` the threads of native steps.
     """
 
     batch: Any
     caches: Any
+    pool: Any
 
 
 class Prepared(Protocol):

@@ -1,7 +1,6 @@
 // A program: the native steps of a plan in order, run by one call.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "threads.h"
@@ -17,7 +16,7 @@ class Program {
   // `args` must outlive the program; it is read on every run.
   void add(StepFunction function, const void* args) { steps_.push_back({function, args}); }
   int size() const { return static_cast<int>(steps_.size()); }
-  // Runs steps [first, last), with a barrier after each.
+  // Runs steps [first, last), with a barrier after each; std::out_of_range unless 0 <= first <= last <= size().
   void run(int first, int last);
 
  private:

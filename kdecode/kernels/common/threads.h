@@ -12,7 +12,8 @@ namespace kdecode {
 
 struct PoolState;
 
-// One thread's view of a running job. All threads must execute the same sequence of split() and barrier() calls.
+// One thread's view of the pool. All threads must execute the same sequence of split() and barrier() calls. A job must not throw
+// (the process ends if it does: the other threads could only wait for it forever) and must not run another job of its pool.
 class Worker {
  public:
   Worker(PoolState& state, int index, int count) : state_(state), index_(index), count_(count) {}
@@ -40,19 +41,25 @@ class Worker {
   PoolState& state_;
   int index_;
   int count_;
-  std::uint32_t splits_ = 0;
-  std::uint32_t barriers_ = 0;
+  std::uint32_t bank_ = 0;    // of the split counters in use until the next barrier
+  std::uint32_t splits_ = 0;  // opened since the last barrier
 };
+
+// Cores that this process may use.
+int available_cores();
 
 class Pool {
  public:
-  explicit Pool(int num_threads);  // includes the caller
+  // num_threads includes the caller; std::invalid_argument unless 1 <= num_threads <= available_cores(). Only tests oversubscribe.
+  explicit Pool(int num_threads, bool can_oversubscribe = false);
+  // Must not be called while a job runs.
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int num_threads() const;
-  // Runs job(context, worker) on every thread; returns when all have finished.
+  // Runs job(context, worker) on every thread; returns when all have finished. Calls from several threads take turns. Threads do
+  // not survive fork(): a child process has to make its own pool, and std::logic_error says so if it runs its parent's.
   void run(void (*job)(void*, Worker&), void* context);
 
  private:

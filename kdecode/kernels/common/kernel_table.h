@@ -1,0 +1,34 @@
+// What one instruction set offers; `kernel_table.cpp` makes one a set, `isa.cpp` chooses.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../linear/cpu.h"
+#include "native.h"
+#include "program.h"
+
+namespace kdecode {
+
+struct KernelTable {
+  struct Step {
+    const char* name;
+    StepFunction function;
+  };
+
+  const char* isa;
+  std::vector<Step> steps;
+  void (*tile_dot)(const Tiles&, std::int64_t tile, int num_rows, const bf16* const* x, float* y);
+  void (*linear)(const LinearArgs&);
+  void (*unpack)(const Tiles&, bf16* out);
+
+  // std::invalid_argument if there is no such step.
+  StepFunction step(const std::string& name) const;
+};
+
+// Instruction sets that this build has and this processor supports, the best first.
+std::vector<std::string> supported_isas();
+// std::invalid_argument unless supported.
+const KernelTable& kernel_table(const std::string& isa);
+
+}  // namespace kdecode

@@ -1,0 +1,153 @@
+// The Python module `kdecode.kernels.common._native`.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "bind.h"
+#include "kernel_table.h"
+#include "probe.h"
+#ifdef KD_STEPS_HEADER
+#include KD_STEPS_HEADER
+#else
+#include "steps.h"
+#endif
+
+namespace kdecode {
+
+// Each is in its op's bind.cpp.
+#define KD_STEP(name, Args) void bind_##name(nb::module_&);
+KD_STEPS(KD_STEP)
+#undef KD_STEP
+void bind_linear(nb::module_&);
+
+namespace {
+
+std::vector<std::string> step_names() {
+#define KD_STEP(name, Args) #name,
+  return {KD_STEPS(KD_STEP)};
+#undef KD_STEP
+}
+
+// The address of a step's arguments inside their Python object; a type error names what is expected.
+template <class Args>
+const void* args_of(const char* step, const char* type, nb::handle args) {
+  const Args* pointer = nullptr;
+  if (!nb::try_cast(args, pointer) || pointer == nullptr) {
+    throw nb::type_error((std::string("Step \"") + step + "\" takes a " + type + ".").c_str());
+  }
+  return pointer;
+}
+
+const void* step_args(const std::string& step, nb::handle args) {
+#define KD_STEP(name, Args) \
+  if (step == #name) return args_of<Args>(#name, #Args, args);
+  KD_STEPS(KD_STEP)
+#undef KD_STEP
+  throw std::invalid_argument("There is no native step named \"" + step + "\".");
+}
+
+class BoundProgram {
+ public:
+  BoundProgram(Pool& pool, const std::string& isa) : program_(pool), table_(kernel_table(isa)) {}
+
+  void add(const std::string& name, nb::handle args) { program_.add(table_.step(name), step_args(name, args)); }
+  int size() const { return program_.size(); }
+  void run(int first, int last) { program_.run(first, last); }
+
+ private:
+  Program program_;
+  const KernelTable& table_;
+};
+
+Tiles make_tiles(std::uintptr_t data, std::uintptr_t scales, std::int64_t rows, std::int64_t cols, TileFormat format) {
+  const bool is_bf16 = format == TileFormat::kBf16;
+  const int multiple = is_bf16 ? 2 : 32;
+  if (data == 0 || rows < 1 || cols < multiple || cols % multiple != 0 || is_bf16 != (scales == 0)) {
+    throw std::invalid_argument("Tiles of " + std::to_string(rows) + " rows and " + std::to_string(cols) +
+                                " columns: both have to be positive, the columns a multiple of " + std::to_string(multiple) +
+                                " in this format, and scales are there if and only if it is MXFP4.");
+  }
+  Tiles tiles;
+  tiles.data = reinterpret_cast<const void*>(data);
+  tiles.scales = reinterpret_cast<const std::uint8_t*>(scales);
+  tiles.rows = rows;
+  tiles.cols = cols;
+  tiles.format = format;
+  return tiles;
+}
+
+void check_num_rows(int num_rows) {
+  if (num_rows < 1 || num_rows > kMaxRows) {
+    throw std::invalid_argument(std::to_string(num_rows) + " rows; a tile kernel takes 1 to " + std::to_string(kMaxRows) + ".");
+  }
+}
+
+void run_tile_dot(const std::string& isa, const Tiles& w, int num_rows, std::uintptr_t x, std::uintptr_t y) {
+  check_num_rows(num_rows);
+  const bf16* rows[kMaxRows] = {};
+  for (int r = 0; r < num_rows; ++r) rows[r] = reinterpret_cast<const bf16*>(x) + r * w.cols;
+  for (std::int64_t tile = 0; tile < w.num_tiles(); ++tile) {
+    kernel_table(isa).tile_dot(w, tile, num_rows, rows, reinterpret_cast<float*>(y) + tile * num_rows * kTileRows);
+  }
+}
+
+std::vector<double> run_time_tile_dot(Pool& pool, const std::string& isa, const Tiles& w, int num_rows, std::uintptr_t x,
+                                      std::uintptr_t y, int repeats) {
+  check_num_rows(num_rows);
+  return time_tile_dot(pool, isa, w, num_rows, reinterpret_cast<const bf16*>(x), reinterpret_cast<float*>(y), repeats);
+}
+
+void bind_types(nb::module_& m) {
+  nb::enum_<TileFormat>(m, "TileFormat").value("bf16", TileFormat::kBf16).value("mxfp4", TileFormat::kMxfp4);
+  nb::class_<Tiles>(m, "Tiles", "A packed matrix at given addresses; its memory is the caller's.")
+      .def(nb::new_(&make_tiles), nb::arg("data"), nb::arg("scales"), nb::arg("rows"), nb::arg("cols"), nb::arg("format"))
+      .def_ro("rows", &Tiles::rows)
+      .def_ro("cols", &Tiles::cols)
+      .def_ro("format", &Tiles::format);
+}
+
+void bind_running(nb::module_& m) {
+  nb::class_<Pool>(m, "Pool", "Threads that run native programs, the caller among them. Threads do not survive a fork.")
+      .def(nb::init<int, bool>(), nb::arg("num_threads"), nb::arg("can_oversubscribe") = false)
+      .def_prop_ro("num_threads", &Pool::num_threads);
+  nb::class_<BoundProgram>(m, "Program", "Native steps in order, run by one call.")
+      .def(nb::init<Pool&, const std::string&>(), nb::arg("pool"), nb::arg("isa"), nb::keep_alive<1, 2>())
+      // The program reads the arguments on every run.
+      .def("add", &BoundProgram::add, nb::arg("name"), nb::arg("args"), nb::keep_alive<1, 3>())
+      .def("__len__", &BoundProgram::size)
+      .def("run", &BoundProgram::run, nb::arg("first"), nb::arg("last"), nb::call_guard<nb::gil_scoped_release>(),
+           "Runs steps [first, last), each complete before the next begins.");
+}
+
+void bind_probes(nb::module_& m) {
+  const auto released = nb::call_guard<nb::gil_scoped_release>();
+  m.def("tile_dot", run_tile_dot, released, nb::arg("isa"), nb::arg("w"), nb::arg("num_rows"), nb::arg("x"), nb::arg("y"),
+        "y [tiles, num_rows, 16] fp32 = W x for x [num_rows, cols] bf16, on this thread.");
+  m.def("time_tile_dot", run_time_tile_dot, released, nb::arg("pool"), nb::arg("isa"), nb::arg("w"), nb::arg("num_rows"),
+        nb::arg("x"), nb::arg("y"), nb::arg("repeats"), "Seconds of each of `repeats` products, as tile_dot but on all threads.");
+  m.def("stream_bandwidth", stream_bandwidth, released, nb::arg("pool"), nb::arg("num_bytes"), nb::arg("repeats") = 5,
+        "Bytes a second that all threads read together from a buffer of num_bytes: the best of some passes.");
+  m.def("pool_self_test", pool_self_test, released, nb::arg("pool"), nb::arg("jobs"), nb::arg("phases"), nb::arg("splits"),
+        nb::arg("items"), "Number of work items that a pool handed out wrongly; 0 if it is sound.");
+}
+
+}  // namespace
+}  // namespace kdecode
+
+NB_MODULE(_native, m) {
+  using namespace kdecode;
+  m.doc() = "Native kernels: thread pool, programs, tile kernels and one argument class a step.";
+  m.def("supported_isas", supported_isas, "Instruction sets that this processor and build have, the best first.");
+  m.def("detect_isa", [] { return supported_isas().front(); }, "The best supported instruction set.");
+  m.def("available_cores", available_cores, "Cores that this process may use.");
+  m.def("step_names", step_names, "The native steps.");
+  bind_types(m);
+  bind_running(m);
+  bind_probes(m);
+  bind_linear(m);
+#define KD_STEP(name, Args) bind_##name(m);
+  KD_STEPS(KD_STEP)
+#undef KD_STEP
+}

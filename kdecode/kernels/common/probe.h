@@ -1,0 +1,24 @@
+// Measurements and self-tests of the native core, reachable from Python.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "native.h"
+#include "threads.h"
+
+namespace kdecode {
+
+// Runs `jobs` jobs of `phases` phases each, every phase with `splits` unbarriered splits over `items` items, and returns how many
+// items of all were not handed out exactly once, plus the phases that began before the one before it was complete.
+std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int items);
+
+// Best bytes a second of `repeats` passes over a buffer of `num_bytes` that all threads read together: what streaming kernels can reach.
+double stream_bandwidth(Pool& pool, std::int64_t num_bytes, int repeats);
+
+// Seconds of each of `repeats` products of all tiles of `w` with `num_rows` rows of x.
+std::vector<double> time_tile_dot(Pool& pool, const std::string& isa, const Tiles& w, int num_rows, const bf16* x, float* y,
+                                  int repeats);
+
+}  // namespace kdecode

@@ -1,0 +1,182 @@
+#include "threads.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace kdecode {
+namespace {
+
+constexpr int kLine = 128;         // bytes; two cache lines, which hardware prefetches in pairs
+constexpr int kSpins = 4000;       // pauses before the first yield, 40 to 150 us by processor
+constexpr int kYields = 100;       // yields before sleeping
+constexpr std::uint32_t kCounters = 8;
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A number that only grows by one at a time, which threads wait on.
+//
+// No wake-up is lost: a waiter announces itself in sleepers_ before it looks at the number for the last time, the advancing
+// thread looks at sleepers_ after it has changed the number, and both are sequentially consistent, so one of them sees the other.
+// The waiter holds the mutex from its announcement until it sleeps, so the notification cannot fall between the two.
+class alignas(kLine) Gate {
+ public:
+  std::uint32_t value() const { return value_.load(std::memory_order_relaxed); }
+
+  void advance() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    condition_.notify_all();
+  }
+
+  // Returns once the number is no longer `seen`; what was written before advance() is visible then.
+  void wait_past(std::uint32_t seen, int spins) {
+    for (int i = 0; i < spins; ++i) {
+      if (value_.load(std::memory_order_acquire) != seen) return;
+      pause();
+    }
+    for (int i = 0; i < kYields; ++i) {
+      if (value_.load(std::memory_order_acquire) != seen) return;
+      sched_yield();
+    }
+    // Sleeping leaves this core idle, which is also what lets the scheduler move a thread that lost its core to another process
+    // over here.
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    condition_.wait(lock, [&] { return value_.load(std::memory_order_seq_cst) != seen; });
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<std::uint32_t> value_{0};
+  std::atomic<int> sleepers_{0};
+  std::mutex mutex_;
+  std::condition_variable condition_;
+};
+
+struct alignas(kLine) Counter {
+  std::atomic<std::int64_t> next{0};
+};
+
+}  // namespace
+
+// A job is a phase or several, separated by barriers; its end is a barrier, too.
+//
+// Split counters: the s-th split of a phase uses counter s of the phase's bank, and phases alternate between two banks. The last
+// thread to arrive at the barrier that ends a phase lets the others go and then clears that phase's bank. Nobody uses the bank in
+// the next phase, and the phase after that starts only when this thread, too, has arrived at the next barrier: so a counter is
+// zero whenever it is opened. A phase of more than kCounters splits gets barriers of its own (open_counter), which is possible
+// because all threads execute the same sequence.
+struct PoolState {
+  PoolState(int count, int spins) : count(count), spins(spins), caller(*this, 0, count) {}
+
+  const int count;
+  const int spins;
+  const pid_t process = getpid();
+  Gate start;
+  Gate released;
+  alignas(kLine) std::atomic<int> arrived{0};
+  Counter counters[2][kCounters];
+  void (*job)(void*, Worker&) = nullptr;  // null ends the threads
+  void* context = nullptr;
+  Worker caller;
+  std::mutex running;
+  std::vector<std::thread> threads;
+};
+
+void Worker::barrier() {
+  const std::uint32_t used = splits_, bank = bank_;
+  splits_ = 0;
+  bank_ ^= 1;
+  // Read before arriving: the gate cannot open until this thread has arrived.
+  const std::uint32_t seen = state_.released.value();
+  if (state_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count_) {
+    state_.released.wait_past(seen, state_.spins);
+    return;
+  }
+  state_.arrived.store(0, std::memory_order_relaxed);
+  state_.released.advance();
+  for (std::uint32_t i = 0; i < used; ++i) state_.counters[bank][i].next.store(0, std::memory_order_relaxed);
+}
+
+std::atomic<std::int64_t>& Worker::open_counter() {
+  if (splits_ == kCounters) barrier();
+  return state_.counters[bank_][splits_++].next;
+}
+
+namespace {
+
+// noexcept: an exception that leaves a job ends the process with its message, on whichever thread it happens.
+void take_part(PoolState& state, Worker& worker) noexcept {
+  state.job(state.context, worker);
+  worker.barrier();
+}
+
+void serve(PoolState& state, int index) {
+  Worker worker(state, index, state.count);
+  // Jobs are counted from the pool's creation, not from this thread's start: the first may be waiting already.
+  for (std::uint32_t seen = 0;; ++seen) {
+    state.start.wait_past(seen, state.spins);
+    if (state.job == nullptr) return;
+    take_part(state, worker);
+  }
+}
+
+}  // namespace
+
+int available_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+Pool::Pool(int num_threads, bool can_oversubscribe) {
+  const int cores = available_cores();
+  if (num_threads < 1 || (num_threads > cores && !can_oversubscribe)) {
+    throw std::invalid_argument("A pool of " + std::to_string(num_threads) + " threads was asked for; this process may use " +
+                                std::to_string(cores) + " cores, so the number has to be from 1 to " + std::to_string(cores) + ".");
+  }
+  // With more threads than cores, whoever a thread is waiting for needs its core.
+  state_ = std::make_unique<PoolState>(num_threads, num_threads > cores ? 0 : kSpins);
+  for (int i = 1; i < num_threads; ++i) state_->threads.emplace_back([state = state_.get(), i] { serve(*state, i); });
+}
+
+Pool::~Pool() {
+  if (getpid() != state_->process) {
+    // A forked child has none of the threads; joining them would wait forever.
+    state_.release();
+    return;
+  }
+  state_->job = nullptr;
+  state_->start.advance();
+  for (std::thread& thread : state_->threads) thread.join();
+}
+
+int Pool::num_threads() const { return state_->count; }
+
+void Pool::run(void (*job)(void*, Worker&), void* context) {
+  if (getpid() != state_->process) {
+    throw std::logic_error("This pool belongs to process " + std::to_string(state_->process) + "; process " +
+                           std::to_string(getpid()) + " was forked from it and has to make its own.");
+  }
+  std::lock_guard<std::mutex> turn(state_->running);
+  state_->job = job;
+  state_->context = context;
+  state_->start.advance();
+  take_part(*state_, state_->caller);
+}
+
+}  // namespace kdecode

@@ -1,0 +1,92 @@
+// The tile kernels. Each instruction set's header defines, in an anonymous namespace of KD_NS:
+//
+//   dot_bf16(lines, pairs, num_rows, x, y)             y = 16 rows of W times x, W in kBf16 lines
+//   dot_mxfp4(codes, scales, groups, num_rows, x, y)   the same for MXFP4
+//   decode_group(codes, lines)                         256 bytes of codes -> 16 kBf16 lines, not scaled
+//
+// An MXFP4 group's 32 products of a code with x are summed in fp32 and multiplied by the group's scale once. A scale byte s is
+// the fp32 number whose exponent field is s: 2^(s - 127) for 1 <= s <= 254; packing refuses the other two.
+#include "tile_dot.h"
+
+#include <cstring>
+
+#if defined(__AVX512BF16__)
+#include "tile_dot_avx512.h"
+#elif defined(__AVX2__)
+#include "tile_dot_avx2.h"
+#else
+#include "tile_dot_portable.h"
+#endif
+
+namespace kdecode::KD_NS {
+namespace {
+
+constexpr int kLineValues = 32;   // 16 rows of 2 columns
+constexpr int kGroupColumns = 32;
+constexpr int kGroupLines = 16;
+constexpr int kGroupBytes = 256;
+
+// lines [num_lines, 16, 2] -> out [16, 2 * num_lines] (a row every `stride` numbers)
+void transpose_lines(const bf16* lines, std::int64_t num_lines, int num_rows, std::int64_t stride, bf16* out) {
+  for (int row = 0; row < num_rows; ++row) {
+    bf16* const to = out + row * stride;
+    for (std::int64_t line = 0; line < num_lines; ++line) {
+      std::memcpy(to + line * 2, lines + line * kLineValues + row * 2, 2 * sizeof(bf16));
+    }
+  }
+}
+
+void scale_lines(bf16* lines, const std::uint8_t* scales) {
+  float factors[kLineValues];
+  for (int i = 0; i < kLineValues; ++i) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(scales[i / 2]) << 23;
+    std::memcpy(&factors[i], &bits, sizeof(bits));
+  }
+  for (int line = 0; line < kGroupLines; ++line) {
+    for (int i = 0; i < kLineValues; ++i) {
+      std::uint32_t bits = static_cast<std::uint32_t>(lines[line * kLineValues + i]) << 16;
+      float value;
+      std::memcpy(&value, &bits, sizeof(bits));
+      value *= factors[i];
+      std::memcpy(&bits, &value, sizeof(bits));
+      lines[line * kLineValues + i] = static_cast<bf16>(bits >> 16);
+    }
+  }
+}
+
+}  // namespace
+
+void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, float* y) {
+  if (w.format == TileFormat::kBf16) {
+    const std::int64_t pairs = w.cols / 2;
+    dot_bf16(static_cast<const bf16*>(w.data) + tile * pairs * kLineValues, pairs, num_rows, x, y);
+    return;
+  }
+  const std::int64_t groups = w.cols / kGroupColumns, first = tile * groups;
+  dot_mxfp4(static_cast<const std::uint8_t*>(w.data) + first * kGroupBytes, w.scales + first * kTileRows, groups, num_rows, x, y);
+}
+
+void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out) {
+  const std::int64_t missing = (tile + 1) * kTileRows - w.rows;
+  const int num_rows = missing > 0 ? static_cast<int>(kTileRows - missing) : kTileRows;
+  if (w.format == TileFormat::kBf16) {
+    // A piece at a time, so that all its lines stay in the first-level cache for all 16 rows.
+    const std::int64_t pairs = w.cols / 2;
+    const bf16* const lines = static_cast<const bf16*>(w.data) + tile * pairs * kLineValues;
+    for (std::int64_t pair = 0; pair < pairs; pair += kGroupLines) {
+      const std::int64_t count = pairs - pair < kGroupLines ? pairs - pair : kGroupLines;
+      transpose_lines(lines + pair * kLineValues, count, num_rows, w.cols, out + pair * 2);
+    }
+    return;
+  }
+  alignas(64) bf16 lines[kGroupLines * kLineValues];
+  const std::int64_t groups = w.cols / kGroupColumns;
+  for (std::int64_t group = 0; group < groups; ++group) {
+    const std::int64_t index = tile * groups + group;
+    decode_group(static_cast<const std::uint8_t*>(w.data) + index * kGroupBytes, lines);
+    scale_lines(lines, w.scales + index * kTileRows);
+    transpose_lines(lines, kGroupLines, num_rows, w.cols, out + group * kGroupColumns);
+  }
+}
+
+}  // namespace kdecode::KD_NS

@@ -1,0 +1,137 @@
+// AVX2 with FMA: bf16 is widened to fp32. Only for tile_dot.cpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "native.h"
+
+namespace kdecode::KD_NS {
+namespace {
+
+constexpr int kPairsAPiece = 128;  // of x widened at a time, and of lines kept in the first-level cache for all rows
+
+inline void widen(const bf16* x, std::int64_t pairs, float* out) {
+  for (std::int64_t i = 0; i < pairs * 2; ++i) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(x[i]) << 16;
+    std::memcpy(out + i, &bits, sizeof(bits));
+  }
+}
+
+// Sums of 16 rows, the products of even and of odd columns apart: four chains.
+struct Sums {
+  __m256 even[2], odd[2];
+};
+
+inline Sums zero_sums() {
+  const __m256 zero = _mm256_setzero_ps();
+  return {{zero, zero}, {zero, zero}};
+}
+
+// sums[r] += `pairs` lines times x[r], for one or two rows.
+template <int kRows>
+inline void add_lines(const bf16* lines, std::int64_t pairs, const float* const* x, Sums* sums) {
+  const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  for (std::int64_t p = 0; p < pairs; ++p) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lines + p * 32 + half * 16));
+      const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(line, 16));
+      const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(line, high_half));
+      for (int r = 0; r < kRows; ++r) {
+        sums[r].even[half] = _mm256_fmadd_ps(even, _mm256_broadcast_ss(x[r] + p * 2), sums[r].even[half]);
+        sums[r].odd[half] = _mm256_fmadd_ps(odd, _mm256_broadcast_ss(x[r] + p * 2 + 1), sums[r].odd[half]);
+      }
+    }
+  }
+}
+
+inline void add_lines(const bf16* lines, std::int64_t pairs, int num_rows, const float (*x)[kPairsAPiece * 2], Sums* sums) {
+  int r = 0;
+  for (; r + 2 <= num_rows; r += 2) {
+    const float* const two[2] = {x[r], x[r + 1]};
+    Sums local[2] = {sums[r], sums[r + 1]};
+    add_lines<2>(lines, pairs, two, local);
+    sums[r] = local[0];
+    sums[r + 1] = local[1];
+  }
+  if (r < num_rows) {
+    const float* const one[1] = {x[r]};
+    Sums local[1] = {sums[r]};
+    add_lines<1>(lines, pairs, one, local);
+    sums[r] = local[0];
+  }
+}
+
+// The low byte of a bf16 E2M1 value and its high byte, by code.
+inline __m256i decode(__m256i words) {
+  const __m256i low_table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0, 0, 0,
+                                                                      (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0));
+  const __m256i high_table = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xbf, (char)0xbf, (char)0xbf, (char)0xc0,
+                    (char)0xc0, (char)0xc0, (char)0xc0));
+  const __m256i code = _mm256_and_si256(words, _mm256_set1_epi16(15));
+  // The other byte of each word has code 0, whose low byte is 0; the high bytes' lookup is shifted up instead.
+  const __m256i low = _mm256_shuffle_epi8(low_table, code);
+  const __m256i high = _mm256_slli_epi16(_mm256_shuffle_epi8(high_table, code), 8);
+  return _mm256_or_si256(low, high);
+}
+
+inline void decode_group(const std::uint8_t* codes, bf16* lines) {
+  for (int block = 0; block < 4; ++block) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + block * 64 + half * 32));
+      bf16* const out = lines + block * 4 * 32 + half * 16;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), decode(words));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), decode(_mm256_srli_epi16(words, 4)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64), decode(_mm256_srli_epi16(words, 8)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 96), decode(_mm256_srli_epi16(words, 12)));
+    }
+  }
+}
+
+void dot_bf16(const bf16* lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
+  float wide[kMaxRows][kPairsAPiece * 2];
+  Sums sums[kMaxRows];
+  for (int r = 0; r < num_rows; ++r) sums[r] = zero_sums();
+  for (std::int64_t p = 0; p < pairs; p += kPairsAPiece) {
+    const std::int64_t count = std::min<std::int64_t>(kPairsAPiece, pairs - p);
+    for (int r = 0; r < num_rows; ++r) widen(x[r] + p * 2, count, wide[r]);
+    add_lines(lines + p * 32, count, num_rows, wide, sums);
+  }
+  for (int r = 0; r < num_rows; ++r) {
+    for (int half = 0; half < 2; ++half) {
+      _mm256_storeu_ps(y + r * kTileRows + half * 8, _mm256_add_ps(sums[r].even[half], sums[r].odd[half]));
+    }
+  }
+}
+
+void dot_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,
+               float* y) {
+  constexpr int kGroupPairs = 16;
+  alignas(64) bf16 lines[kGroupPairs * 32];
+  float wide[kMaxRows][kPairsAPiece * 2];
+  std::fill(y, y + num_rows * kTileRows, 0.0f);
+  for (std::int64_t group = 0; group < groups; ++group) {
+    decode_group(codes + group * 256, lines);
+    Sums sums[kMaxRows];
+    for (int r = 0; r < num_rows; ++r) {
+      sums[r] = zero_sums();
+      widen(x[r] + group * 32, kGroupPairs, wide[r]);
+    }
+    add_lines(lines, kGroupPairs, num_rows, wide, sums);
+    for (int half = 0; half < 2; ++half) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales + group * 16 + half * 8));
+      const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
+      for (int r = 0; r < num_rows; ++r) {
+        float* const out = y + r * kTileRows + half * 8;
+        const __m256 sum = _mm256_add_ps(sums[r].even[half], sums[r].odd[half]);
+        _mm256_storeu_ps(out, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(out)));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kdecode::KD_NS
