@@ -239,6 +239,7 @@ def _read_special_names(path: Path, num_base: int) -> list[str]:
 
 
 MIN_VOCAB = 1024
+MAX_VOCAB = 1_000_000
 
 # Offsets from the first special id, as in the released file; the others are reserved.
 SPECIAL_OFFSETS = {
@@ -308,15 +309,12 @@ _CODAS = ("", "n", "r", "s", "t", "l", "m", "nt", "st", "ck")
 
 def write_tokenizer(directory: str | Path, vocab_size: int, seed: int) -> None:
     """Writes `tiktoken.model` and `tokenizer_config.json` for `vocab_size` ids."""
-    if vocab_size < MIN_VOCAB:
-        raise ValueError(f"vocab_size is {vocab_size}; a tokenizer needs at least {MIN_VOCAB}.")
-    num_base = vocab_size - NUM_SPECIALS
-    tokens = list(itertools.islice(_base_tokens(seed), num_base))
-    if len(tokens) < num_base:
+    if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise ValueError(
-            f"vocab_size is {vocab_size}; the built-in word list yields {len(tokens)} base tokens, "
-            f"so at most {len(tokens) + NUM_SPECIALS} ids."
+            f"vocab_size is {vocab_size}; it must be at least {MIN_VOCAB} and at most {MAX_VOCAB}."
         )
+    num_base = vocab_size - NUM_SPECIALS
+    tokens = itertools.islice(_base_tokens(seed), num_base)
     lines = (b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
     (Path(directory) / MODEL_FILE).write_bytes(b"".join(lines))
     (Path(directory) / CONFIG_FILE).write_text(_config_text(num_base), encoding="utf-8")
