@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kdecode.config import Activation
@@ -54,7 +53,7 @@ def activate(gate: Tensor, up: Tensor, activation: Activation, rounding: Roundin
     """``silu(gate) * up``, or SiTU; rounded once. gate, up [R, F] -> [R, F]."""
     gate, up = rounding.wide(gate), rounding.wide(up)
     if activation.kind == "silu":
-        return rounding.narrow(F.silu(gate) * up)
+        return rounding.narrow(torch.nn.functional.silu(gate) * up)
     beta, bound = activation.beta, activation.linear_beta
     if beta is None or bound is None:
         raise ValueError(f"SiTU needs both of its bounds; beta={beta}, linear_beta={bound}.")

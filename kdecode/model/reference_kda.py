@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kdecode.config import KdaConfig
@@ -33,8 +32,8 @@ def kda_columns(p: KdaParameters, kda_proj: Tensor) -> KdaColumns:
     gate = p.g_proj if p.g_proj is not None else p.g_a_proj
     if gate is None:
         raise ValueError("A KDA layer needs g_proj or g_a_proj; both are absent.")
-    sizes = (3 * width, gate.shape[0], p.f_a_proj.shape[0], p.b_proj.shape[0])
-    return KdaColumns(*kda_proj.split(sizes, dim=-1))
+    sizes = [3 * width, gate.shape[0], p.f_a_proj.shape[0], p.b_proj.shape[0]]
+    return KdaColumns(*torch.split(kda_proj, sizes, dim=-1))
 
 
 def kda_in_proj(p: KdaParameters, attn_in: Tensor, rounding: Rounding) -> Tensor:
@@ -64,7 +63,7 @@ def kda_conv(
         (wide[j : j + tokens] * taps[:, j] for j in range(num_taps)),
         start=torch.zeros_like(wide[:tokens]),
     )
-    return rounding.narrow(F.silu(convolved)), samples[tokens:]
+    return rounding.narrow(torch.nn.functional.silu(convolved)), samples[tokens:]
 
 
 def kda_gate(
@@ -73,7 +72,7 @@ def kda_gate(
     """kda_proj -> kda_decay g [R, H, K] (log domain, never above 0), kda_beta [R, H]; wide."""
     columns = kda_columns(p, kda_proj)
     f = linear(columns.decay, p.f_b_proj, rounding)
-    z = (rounding.wide(f) + rounding.wide(p.dt_bias)).unflatten(-1, (config.num_heads, -1))
+    z = (rounding.wide(f) + rounding.wide(p.dt_bias)).view(-1, config.num_heads, config.head_dim)
     g = decay(z, rounding.wide(p.a_log).unsqueeze(-1), config.gate_lower_bound)
     return g, torch.sigmoid(rounding.wide(columns.beta))
 
@@ -82,7 +81,7 @@ def decay(z: Tensor, a_log: Tensor, lower_bound: float | None) -> Tensor:
     """The gate's function: sigmoid form with a lower bound, softplus form without one."""
     if lower_bound is not None:
         return lower_bound * torch.sigmoid(a_log.exp() * z)
-    return -a_log.exp() * F.softplus(z, threshold=20.0)
+    return -a_log.exp() * torch.nn.functional.softplus(z, threshold=20.0)
 
 
 class KdaHeads(NamedTuple):
@@ -95,8 +94,8 @@ class KdaHeads(NamedTuple):
 
 def kda_heads(config: KdaConfig, kda_qkv: Tensor, rounding: Rounding) -> KdaHeads:
     """kda_qkv [T, 3D] -> per-head q, k (L2-normalised, in fp32 under ROUNDED) and v."""
-    shape = (3, config.num_heads, config.head_dim)
-    q, k, v = rounding.wide(kda_qkv).unflatten(-1, shape).unbind(-3)
+    shape = (-1, 3, config.num_heads, config.head_dim)
+    q, k, v = rounding.wide(kda_qkv).reshape(shape).unbind(1)
     q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2_EPS) * config.head_dim**-0.5
     k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + L2_EPS)
     return KdaHeads(q, k, v)
@@ -144,7 +143,7 @@ def kda_chunk(
     inputs = (*heads, rounding.wide(kda_decay), rounding.wide(kda_beta))
     state = rounding.wide(state)
     outs = []
-    for chunk in zip(*(x.split(chunk_tokens) for x in inputs), strict=True):
+    for chunk in zip(*(torch.split(x, chunk_tokens) for x in inputs), strict=True):
         out, _, state = delta_rule_chunk(*chunk, state=state)
         outs.append(out)
     return rounding.narrow(torch.cat(outs)), state

@@ -33,7 +33,8 @@ def mla_columns(p: MlaParameters, config: MlaConfig, mla_proj: Tensor) -> MlaCol
     """Splits `mla_proj` [R, q + kv_rank + rope_dim + gate]."""
     gate = 0 if p.g_proj is None else p.g_proj.shape[0]
     query = mla_proj.shape[-1] - config.cache_width - gate
-    return MlaColumns(*mla_proj.split((query, config.kv_rank, config.rope_dim, gate), dim=-1))
+    sizes = [query, config.kv_rank, config.rope_dim, gate]
+    return MlaColumns(*torch.split(mla_proj, sizes, dim=-1))
 
 
 def mla_in_proj(p: MlaParameters, attn_in: Tensor, rounding: Rounding) -> Tensor:
@@ -53,20 +54,20 @@ def mla_heads(p: MlaParameters, config: MlaConfig, mla_proj: Tensor, rounding: R
             raise ValueError("An MLA layer with q_b_proj needs q_a_norm, which is absent.")
         normed = rms_norm(query, p.q_a_norm, config.latent_norm_eps, rounding)
         query = linear(normed, p.q_b_proj, rounding)
-    return query.unflatten(-1, (config.num_heads, config.qk_dim))
+    return query.reshape(-1, config.num_heads, config.qk_dim)
 
 
 def mla_up(p: MlaParameters, config: MlaConfig, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """W_UK [H, nope_dim, kv_rank] and W_UV [H, v_dim, kv_rank], wide."""
-    heads = rounding.wide(p.kv_b_proj).unflatten(0, (config.num_heads, -1))
-    w_uk, w_uv = heads.split((config.nope_dim, config.v_dim), dim=1)
+    heads = rounding.wide(p.kv_b_proj).view(config.num_heads, -1, config.kv_rank)
+    w_uk, w_uv = torch.split(heads, [config.nope_dim, config.v_dim], dim=1)
     return w_uk, w_uv
 
 
 def mla_query(p: MlaParameters, config: MlaConfig, mla_proj: Tensor, rounding: Rounding) -> Tensor:
     """Query against cache rows. mla_proj -> [R, H, kv_rank + rope_dim]."""
     query = mla_heads(p, config, mla_proj, rounding)
-    nope, rest = query.split((config.nope_dim, config.rope_dim), dim=-1)
+    nope, rest = torch.split(query, [config.nope_dim, config.rope_dim], dim=-1)
     w_uk, _ = mla_up(p, config, rounding)
     latent = torch.einsum("rhn,hnl->rhl", rounding.wide(nope), w_uk)
     return torch.cat([rounding.narrow(latent), rest], dim=-1)
@@ -127,7 +128,7 @@ def mla_plain(
     start: int,
     rounding: Rounding,
 ) -> Tensor:
-    """Attention with expanded keys and values, `mla_query` to `mla_value`. -> attn_out [T, H*v_dim]."""
+    """`mla_query` to `mla_value` with expanded keys and values. -> attn_out [T, H*v_dim]."""
     query = rounding.wide(mla_heads(p, config, mla_proj, rounding))
     w_uk, w_uv = mla_up(p, config, rounding)
     wide = rounding.wide(rows)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kdecode.config import Activation, MoeConfig
-from kdecode.model.mxfp4 import dequantise
 from kdecode.model.parameters import ExpertWeight, MlpParameters, MoeParameters, Mxfp4
 from kdecode.model.reference_common import Rounding, gated_mlp, linear, rms_norm
 
@@ -51,7 +50,7 @@ def experts(
     """
     rows, top_k = route_ids.shape
     outputs = rounding.wide(expert_in.new_zeros(rows, top_k, expert_in.shape[-1]))
-    for expert in route_ids.unique().tolist():
+    for expert in sorted(set(route_ids.flatten().tolist())):
         row, place = (route_ids == expert).nonzero(as_tuple=True)
         mlp = MlpParameters(_dense(p.w1[expert]), _dense(p.w3[expert]), _dense(p.w2[expert]))
         outputs[row, place] = rounding.wide(gated_mlp(expert_in[row], mlp, activation, rounding))
@@ -78,4 +77,8 @@ def shared_mlp(
 
 
 def _dense(weight: ExpertWeight) -> Tensor:
-    return dequantise(weight) if isinstance(weight, Mxfp4) else weight
+    if not isinstance(weight, Mxfp4):
+        return weight
+    from kdecode.model.mxfp4 import dequantise
+
+    return dequantise(weight)
