@@ -83,6 +83,8 @@ def _moe_buffers(config: ModelConfig, rows: int | str) -> _Names:
     }
     if moe.num_shared:
         names["shared"] = ((rows, config.hidden_size), BF16)
+        # Between the two fused steps of a mixture; the standard forward has no use for it.
+        names["shared_product"] = ((rows, moe.shared_width), BF16)
     if moe.latent_width is not None:
         names["latent"] = ((rows, moe.latent_width), BF16)
         names["routed"] = ((rows, config.hidden_size), BF16)

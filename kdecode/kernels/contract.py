@@ -70,6 +70,25 @@ class Buffers(dict[str, torch.Tensor]):
     caches: Any
     pool: Any
 
+    def scratch(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+    ) -> torch.Tensor:
+        """Memory for intermediate values of one step, shared by all steps that ask for the name.
+
+        Its contents mean nothing before or after a step. Raises ValueError if the name is in use
+        with another shape or dtype.
+        """
+        key = f"scratch.{name}"
+        if key not in self:
+            self[key] = torch.empty(shape, dtype=dtype)
+        tensor = self[key]
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(
+                f"Scratch {name} is {tensor.dtype} {tuple(tensor.shape)}; "
+                f"a step asks for {dtype} {shape}."
+            )
+        return tensor
+
 
 class Prepared(Protocol):
     """An implementation bound to its weights and buffers."""

@@ -1,0 +1,112 @@
+"""What the preparation of several native ops has in common: limits, the prologue's fields, checks.
+
+Owns the limits that native.h and residual.h state. Knows no op; weights are duck-typed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kdecode.config import Activation, ModelConfig
+from kdecode.kernels.common.matrix import TILE_ROWS, Matrix
+from kdecode.kernels.common.native import MAX_ROWS, Tiles, ptr, tiles
+from kdecode.kernels.contract import Buffers, Problem
+
+MAX_SNAPSHOTS = 63
+MAX_TOP_K = 64
+MAX_EXPERTS = 4096
+
+
+def refuse_rows(problem: Problem) -> list[str]:
+    """Reasons that concern the number of rows."""
+    if problem.rows is None:
+        return [
+            "The native steps are built for a fixed number of rows; this plan takes any number."
+        ]
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return [f"The native steps take 1 to {MAX_ROWS} rows; this plan has {problem.rows}."]
+    return []
+
+
+def refuse_mix_norm(config: ModelConfig) -> list[str]:
+    """Reasons that concern the residual mix and the products that read its norm."""
+    reasons = []
+    if config.num_snapshots > MAX_SNAPSHOTS:
+        reasons.append(
+            f"The native residual mix takes up to {MAX_SNAPSHOTS} snapshots; "
+            f"the model has {config.num_snapshots}."
+        )
+    if config.hidden_size % 2:
+        reasons.append(
+            f"Native tiles hold pairs of columns; the model width {config.hidden_size} is odd."
+        )
+    return reasons
+
+
+def refuse_gated_width(what: str, width: int) -> list[str]:
+    """Reasons that concern the width of a gated product, whose tiles alternate gate and up."""
+    if width % TILE_ROWS == 0:
+        return []
+    return [f"{what} must be a multiple of {TILE_ROWS}; it is {width}."]
+
+
+def set_mix_norm(
+    args: Any,
+    problem: Problem,
+    buffers: Buffers,
+    *,
+    mix_weight: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    outputs: tuple[str, str],
+    num_snapshots: int,
+) -> list[torch.Tensor]:
+    """Fills the fields of residual.h's `MixNorm`; returns the tensors that must stay alive.
+
+    outputs: names of the mix and norm buffers. num_snapshots: those that exist at this point.
+    """
+    config, rows = problem.config, problem.rows
+    width = config.hidden_size
+    args.rows, args.width, args.eps = rows, width, config.rms_eps
+    args.prefix = ptr(buffers["prefix"], torch.bfloat16, (rows, width))
+    args.norm_weight = ptr(norm_weight, torch.float32, (width,))
+    args.mix_out = ptr(buffers[outputs[0]], torch.bfloat16, (rows, width))
+    args.norm_out = ptr(buffers[outputs[1]], torch.bfloat16, (rows, width))
+    used = [buffers["prefix"], norm_weight, buffers[outputs[0]], buffers[outputs[1]]]
+    if mix_weight is not None:
+        shape = (config.num_snapshots, rows, width)
+        args.mix_weight = ptr(mix_weight, torch.float32, (width,))
+        args.snapshots = ptr(buffers["snapshots"], torch.bfloat16, shape)
+        args.num_snapshots = num_snapshots
+        used += [mix_weight, buffers["snapshots"]]
+    return used
+
+
+def snapshots_before_attention(config: ModelConfig, layer: int) -> int:
+    """Snapshots that layer's attention mix sees: those pushed by the layers below it."""
+    return 0 if config.attn_res_block is None else -(-layer // config.attn_res_block)
+
+
+def snapshots_before_mlp(config: ModelConfig, layer: int) -> int:
+    """Snapshots that layer's MLP mix sees: its own attention may just have pushed one."""
+    return 0 if config.attn_res_block is None else layer // config.attn_res_block + 1
+
+
+def set_activation(args: Any, activation: Activation) -> None:
+    """Fills the fields of tile_ops.h's `Activation`."""
+    args.is_situ = activation.kind == "situ"
+    if args.is_situ:
+        if activation.beta is None or activation.linear_beta is None:
+            raise ValueError(f"SiTU needs both of its bounds; the configuration has {activation}.")
+        args.beta, args.linear_beta = activation.beta, activation.linear_beta
+
+
+def tiles_of(what: str, matrix: Matrix, rows: int, cols: int) -> Tiles:
+    """The native view of a packed matrix, after a check of its size."""
+    if (matrix.rows, matrix.cols) != (rows, cols):
+        raise ValueError(
+            f"{what} is [{matrix.rows}, {matrix.cols}]; "
+            f"the configuration asks for [{rows}, {cols}]."
+        )
+    return tiles(matrix)
