@@ -1,8 +1,8 @@
 """The native library as Python sees it: pool, programs, steps and addresses of tensors.
 
 Owns the one import of the compiled module and the checks that stand between a tensor and a raw
-pointer. Knows no op. torch is imported first on purpose: the native module then finds torch's OpenMP
-runtime already loaded and shares it, instead of bringing a second set of threads.
+pointer. Knows no op. torch is imported first on purpose: the native module then finds torch's
+OpenMP runtime already loaded and shares it, instead of bringing a second set of threads.
 """
 
 from __future__ import annotations

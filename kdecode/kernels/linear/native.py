@@ -1,14 +1,14 @@
-"""Products of packed matrices for the standard forward, between torch's operators and on its threads.
+"""Products of packed matrices for the standard forward, between torch's operators.
 
     tiles_linear(x, matrix, out_dtype)                               [T, K] -> [T, N]
     tiles_linear_grouped(x, matrices, counts, row_index, out_dtype)  many experts in one call
-    unpack_tiles(matrix, out)                                        row-major bf16, for torch to multiply
+    unpack_tiles(matrix, out)                                        row-major bf16, for torch
 
-For matrices in "tiles" and "mxfp4_tiles". Columns of the result are in the order of the matrix's rows
-(interleaved gate and up, if that is how the matrix is packed). Any number of rows works, 8 a pass over
-a tile; each output element is one fp32 sum in a fixed order, rounded once to ``out_dtype``, whatever
-the number of rows and threads. Owns no threads: these run in torch's OpenMP threads, as many as
-``torch.get_num_threads()``.
+For matrices in "tiles" and "mxfp4_tiles". Columns of the result are in the order of the matrix's
+rows (interleaved gate and up, if that is how the matrix is packed). Any number of rows works, 8 a
+pass over a tile; each output element is one fp32 sum in a fixed order, rounded once to
+``out_dtype``, whatever the number of rows and threads. Owns no threads: these run in torch's OpenMP
+threads, as many as ``torch.get_num_threads()``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tiles_linear_grouped(
     out_dtype: torch.dtype = torch.bfloat16,
     isa: str | None = None,
 ) -> Tensor:
-    """Products of several matrices of one shape and format, each with its own rows of x, in one call.
+    """Products of several matrices of one shape and format, each with its own rows of x.
 
     x [S, K] bf16. Output rows belong to the matrices in order: ``counts[g]`` of them to
     ``matrices[g]``, P in all. Output row p is W times ``x[row_index[p]]`` (row_index [P] int64), or

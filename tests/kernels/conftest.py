@@ -1,0 +1,75 @@
+"""Packed matrices made straight from the byte orders that ``native.h`` documents.
+
+Written apart from `model/layout.py` on purpose: a mistake there cannot hide one in a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kdecode.kernels.common.matrix import Matrix
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class RandomMatrix:
+    """A packed matrix and the numbers in it, exactly."""
+
+    matrix: Matrix
+    dense: Tensor  # [rows, cols] fp64
+
+
+def _pad_rows(values: Tensor, fill: int) -> Tensor:
+    missing = -values.shape[0] % 16
+    return torch.cat([values, values.new_full((missing, values.shape[1]), fill)])
+
+
+def _bf16(rows: int, cols: int, generator: torch.Generator) -> RandomMatrix:
+    dense = torch.randn(rows, cols, generator=generator).to(torch.bfloat16)
+    padded = _pad_rows(dense, 0)
+    data = padded.view(-1, 16, cols // 2, 2).permute(0, 2, 1, 3).contiguous()
+    return RandomMatrix(Matrix("tiles", rows, cols, data), dense.double())
+
+
+def _mxfp4(
+    rows: int, cols: int, generator: torch.Generator, scale_bytes: tuple[int, int]
+) -> RandomMatrix:
+    codes = torch.randint(0, 16, (rows, cols), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(
+        scale_bytes[0], scale_bytes[1] + 1, (rows, cols // 32), generator=generator
+    ).to(torch.uint8)
+    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64)[codes.long()]
+    dense = values * torch.exp2(scales.double() - 127).repeat_interleave(32, dim=1)
+
+    # columns: group, block of 8, nibble, parity; the nibbles of a 16-bit word from the low end up
+    split = _pad_rows(codes, 0).view(-1, 16, cols // 32, 4, 4, 2).int()
+    low, high = split[..., 0, :] | split[..., 1, :] << 4, split[..., 2, :] | split[..., 3, :] << 4
+    pairs = torch.stack([low, high], dim=-1).to(torch.uint8)  # [tile, row, group, block, parity, 2]
+    data = pairs.permute(0, 2, 3, 1, 4, 5).reshape(-1, cols // 32, 256).contiguous()
+    packed_scales = _pad_rows(scales, 127).view(-1, 16, cols // 32).permute(0, 2, 1).contiguous()
+    return RandomMatrix(Matrix("mxfp4_tiles", rows, cols, data, packed_scales), dense)
+
+
+@pytest.fixture
+def random_matrix() -> Callable[..., RandomMatrix]:
+    """random_matrix(format, rows, cols, seed=0, scale_bytes=(120, 130)) -> RandomMatrix."""
+
+    def make(
+        matrix_format: str,
+        rows: int,
+        cols: int,
+        seed: int = 0,
+        scale_bytes: tuple[int, int] = (120, 130),
+    ) -> RandomMatrix:
+        generator = torch.Generator().manual_seed(seed)
+        if matrix_format == "tiles":
+            return _bf16(rows, cols, generator)
+        return _mxfp4(rows, cols, generator, scale_bytes)
+
+    return make
