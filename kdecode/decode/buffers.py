@@ -1,4 +1,4 @@
-"""The named buffers of a forward step, as ARCHITECTURE.md lists them: shapes and dtypes in one place."""
+"""The named buffers of a forward step, as ARCHITECTURE.md lists them: their shapes and dtypes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The `latency_specialized` backend: few fused native steps for small decode batches.
 
-A layer is an attention front (mix, norm, projections, core), the output projection with the residual,
-and one (dense) or two (mixture of experts) steps for the MLP; a whole plan is one native call. Opt-in
-and fail-closed: `refuse` lists every reason why a deployment cannot run it. Rounding points are those
-of the ops it is made of.
+A layer is an attention front (mix, norm, projections, core), the output projection with the
+residual, and one (dense) or two (mixture of experts) steps for the MLP; a whole plan is one native
+call. Opt-in and fail-closed: `refuse` lists every reason why a deployment cannot run it. Rounding
+points are those of the ops it is made of.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The decode plan: which steps run, what each covers, and in which buffers.
 
-Owns the plan as data: validation, printing, stepwise running and comparison with an oracle plan. Does
-not know any backend or op; a backend is straight-line Python that builds one of these. There are no
-passes and no rewriting: what the backend wrote is what runs.
+Owns the plan as data: validation, printing, stepwise running and comparison with an oracle plan.
+Does not know any backend or op; a backend is straight-line Python that builds one of these. There
+are no passes and no rewriting: what the backend wrote is what runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from kdecode.config import ModelConfig
 from kdecode.kernels.contract import Buffers, Tolerance
 from kdecode.model.stages import model_stages
-from kdecode.testing.compare import Deviation, measure
+from kdecode.testing.compare import assert_close
 
-Lifetime = Literal["input", "step", "constant"]
+Lifetime = Literal["input", "step"]
 
 
 class PlanError(ValueError):
@@ -27,7 +27,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Buffer:
-    """A named tensor of a plan. lifetime "input": written by the caller before each run; "step": by a step."""
+    """A named tensor of a plan; of lifetime "input" the caller writes it, of "step" a step does."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -69,7 +69,7 @@ class Mismatch:
     op: str
     layer: int | None
     buffer: str
-    deviation: Deviation
+    message: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class DecodePlan:
     steps: tuple[Step, ...]
     buffer_specs: tuple[Buffer, ...]
     buffers: Buffers
-    # One call that runs every step, when the backend has one; else the steps are launched one by one.
+    # One call that runs every step, when the backend has one; else they are launched one by one.
     launch_all: Callable[[], None] | None = None
     notes: tuple[str, ...] = field(default=())
 
@@ -91,13 +91,14 @@ class DecodePlan:
         self.validate()
 
     def validate(self) -> None:
-        """Raises PlanError unless every (layer, stage) is covered once, in order, from written buffers."""
+        """Raises PlanError unless each (layer, stage) is covered once, in order, from written buffers."""
         expected = model_stages(self.config)
         covered = [stage for step in self.steps for stage in step.stages]
         for position, (want, have) in enumerate(zip(expected, covered, strict=False)):
             if want != have:
                 raise PlanError(
-                    f"stage {position} of the plan is {_stage_name(have)}, expected {_stage_name(want)}"
+                    f"stage {position} of the plan is {_stage_name(have)}, "
+                    f"expected {_stage_name(want)}"
                 )
         if len(covered) < len(expected):
             missing = ", ".join(_stage_name(stage) for stage in expected[len(covered) :][:4])
@@ -135,8 +136,8 @@ class DecodePlan:
     def diff(self, oracle: DecodePlan, *, stop_at_first: bool = False) -> list[Mismatch]:
         """Runs both plans side by side and compares every common buffer after each of our steps.
 
-        Both plans must have been given the same step, on caches with the same contents but not the same
-        memory. The oracle has to cover the stages in steps no coarser than ours.
+        Both plans must have been given the same step, on caches with the same contents but not the
+        same memory. The oracle has to cover the stages in steps no coarser than ours.
         """
         mismatches: list[Mismatch] = []
         oracle_stages = 0
@@ -157,15 +158,16 @@ class DecodePlan:
             for name in step.writes:
                 if name not in oracle.buffers:
                     continue
-                deviation = measure(self.buffers[name], oracle.buffers[name], step.tolerance)
-                if not deviation.is_within:
-                    mismatches.append(Mismatch(index, step.op, step.layers[0], name, deviation))
+                try:
+                    assert_close(self.buffers[name], oracle.buffers[name], step.tolerance, name)
+                except AssertionError as error:
+                    mismatches.append(Mismatch(index, step.op, step.layers[0], name, str(error)))
                     if stop_at_first:
                         return mismatches
         return mismatches
 
     def explain(self) -> str:
-        """One row a step: layer, op, implementation, weight bytes read at one row, stages covered."""
+        """One line a step: layer, op, implementation, weight bytes of one row, stages covered."""
         rows = [("step", "layer", "op", "impl", "weight bytes", "covers")]
         for index, step in enumerate(self.steps):
             layer = "-" if step.layers[0] is None else str(step.layers[0])

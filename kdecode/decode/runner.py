@@ -1,7 +1,7 @@
-"""Runs one rank's steps: the prepared plan where it serves the step, the standard forward otherwise.
+"""Runs one rank's steps: the prepared plan where it serves the step, else the standard forward.
 
-Owns the choice, made from the requests' state and equal on every rank, and the count of every decode
-step by path and reason. Does not know requests' life cycles, sampling or scheduling.
+Owns the choice, made from the requests' state and equal on every rank, and the count of every
+decode step by path and reason. Does not know requests' life cycles, sampling or scheduling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bytes that the stages of a decode step have to move: weights, state and cache.
 
-Owns the accounting behind `kdecode plan` and the bandwidth floor. Weights are counted once a step, as
-they are packed; a step of several rows reads each distinct expert once, so its expert bytes depend on
-the routing and are given for one row.
+Owns the accounting behind `kdecode plan` and the bandwidth floor. Weights are counted once a step,
+as they are packed; a step of several rows reads each distinct expert once, so its expert bytes
+depend on the routing and are given for one row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stage_state_bytes(
 ) -> int:
     """State and cache bytes that one row reads and writes in a stage.
 
-    context_tokens: tokens in the cache, this row's included. cache_bytes: bytes of one cached number.
+    context_tokens: tokens in the cache, this row's included. cache_bytes: bytes of a cached number.
     """
     if layer is None:
         return 0
