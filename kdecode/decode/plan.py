@@ -91,7 +91,7 @@ class DecodePlan:
         self.validate()
 
     def validate(self) -> None:
-        """Raises PlanError unless each (layer, stage) is covered once, in order, from written buffers."""
+        """Raises PlanError unless each (layer, stage) is covered once, in order, and fed."""
         expected = model_stages(self.config)
         covered = [stage for step in self.steps for stage in step.stages]
         for position, (want, have) in enumerate(zip(expected, covered, strict=False)):

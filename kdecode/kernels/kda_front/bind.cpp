@@ -1,4 +1,4 @@
-#include "../common/bind.h"
+#include "../common/bind_shared.h"
 #include "cpu.h"
 
 namespace kdecode {
@@ -6,7 +6,7 @@ namespace kdecode {
 void bind_kda_front(nb::module_& module) {
   nb::class_<KdaFrontArgs> cls(module, "KdaFrontArgs");
   cls.def(nb::init<>());
-  cls.def_rw("mix_norm", &KdaFrontArgs::mix_norm);
+  bind_mix_norm(cls, &KdaFrontArgs::mix);
   cls.def_rw("in_proj", &KdaFrontArgs::in_proj);
   cls.def_rw("f_b", &KdaFrontArgs::f_b);
   cls.def_rw("g_b", &KdaFrontArgs::g_b);
@@ -23,14 +23,13 @@ void bind_kda_front(nb::module_& module) {
   bind_pointer(cls, "kda_beta", &KdaFrontArgs::kda_beta);
   bind_pointer(cls, "kda_out", &KdaFrontArgs::kda_out);
   bind_pointer(cls, "attn_out", &KdaFrontArgs::attn_out);
-  cls.def_rw("eps", &KdaFrontArgs::eps);
   cls.def_rw("gate_lower_bound", &KdaFrontArgs::gate_lower_bound);
   cls.def_rw("is_softplus_gate", &KdaFrontArgs::is_softplus_gate);
-  cls.def_rw("rows", &KdaFrontArgs::rows);
   cls.def_rw("heads", &KdaFrontArgs::heads);
   cls.def_rw("head_dim", &KdaFrontArgs::head_dim);
   cls.def_rw("gate_rank", &KdaFrontArgs::gate_rank);
   cls.def_rw("decay_rank", &KdaFrontArgs::decay_rank);
+  module.attr("MAX_KDA_HEAD_DIM") = kMaxKdaHeadDim;
 }
 
 }  // namespace kdecode

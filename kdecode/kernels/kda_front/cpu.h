@@ -8,7 +8,7 @@
 namespace kdecode {
 
 struct KdaFrontArgs {
-  MixNorm mix_norm;  // its norm_out is the input of in_proj
+  MixNorm mix;       // its norm_out is the input of in_proj; its eps is also that of the output norm
   Tiles in_proj;     // columns of kda_proj: q, k, v [heads * head_dim each], gate [gate_rank], f_a [decay_rank], b [heads]
   Tiles f_b;         // [heads * head_dim, decay_rank]
   Tiles g_b;         // [heads * head_dim, gate_rank]; no data: the gate columns are the gate
@@ -28,18 +28,15 @@ struct KdaFrontArgs {
   bf16* kda_out = nullptr;     // [rows, heads, head_dim]
   bf16* attn_out = nullptr;    // [rows, heads * head_dim]
 
-  float eps = 0;               // of the output norm
   float gate_lower_bound = 0;  // of the sigmoid gate; ignored by the softplus gate
   bool is_softplus_gate = false;
-  std::int32_t rows = 0;
   std::int32_t heads = 0;
   std::int32_t head_dim = 0;
   std::int32_t gate_rank = 0;
   std::int32_t decay_rank = 0;
 };
 
-// Bounds of per-head scratch memory; op-level limits are stated in cpu.py, which reads these from here.
-inline constexpr int kMaxKdaHeadDim = 256;
+inline constexpr int kMaxKdaHeadDim = 256;  // bound of scratch memory
 
 }  // namespace kdecode
 

@@ -8,7 +8,7 @@
 namespace kdecode {
 
 struct MlaFrontArgs {
-  MixNorm mix_norm;  // its norm_out is the input of in_proj
+  MixNorm mix;       // its norm_out is the input of in_proj
   Tiles in_proj;     // columns of mla_proj: query [q_rank, or heads * qk_dim without q_b], latent, rope part, gate
   Tiles q_b;         // [heads * (nope_dim + rope_dim), q_rank]; no data: the query columns are the query
   Tiles w_uk;        // [heads * kv_rank, nope_dim]
@@ -20,7 +20,7 @@ struct MlaFrontArgs {
   const std::int32_t* row_pages = nullptr;     // [rows, max_pages]
   void* pages = nullptr;                       // [num_pages, page_tokens, kv_rank + rope_dim], bf16 or fp8
   const bf16* fp8_values = nullptr;            // [256]: value of each code, scaled; null: the pages are bf16
-  float fp8_inverse_scale = 0;                 // stored = x * this
+  float fp8_scale = 1;                         // stored = x / fp8_scale
 
   bf16* mla_proj = nullptr;    // [rows, in_proj.rows]
   bf16* query_norm = nullptr;  // [rows, q_rank], scratch
@@ -31,11 +31,9 @@ struct MlaFrontArgs {
   float* split_stats = nullptr;  // [rows, max_splits, heads, 2]
   float* split_sums = nullptr;   // [rows, max_splits, heads, kv_rank]
 
-  float eps = 0;         // of the query norm
-  float latent_eps = 0;  // of the latent norm
+  float latent_eps = 0;  // of the query norm and the latent norm
   float softmax_scale = 0;
   bool has_gate = false;
-  std::int32_t rows = 0;
   std::int32_t heads = 0;
   std::int32_t kv_rank = 0;
   std::int32_t nope_dim = 0;
