@@ -1,0 +1,338 @@
+"""The paired comparison of two arms in one process: protocol, comparability, verdict.
+
+Owns: warm-up, the order of the runs, which runs are pairs, the gate on resolved configurations, the
+verdict and its exit code. Formulas are in `metrics`, intervals in `statistics`, the judgement of
+outputs in `agreement`, printing in `report`. Does not know engines, tensors or kernels: an arm is
+anything with the four members of `Arm`.
+
+The first arm is the baseline and the reference of the outputs; a ratio above 1 means that the
+second arm is faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from kdecode.bench.agreement import Agreement, AgreementStep, NearTie, judge_prompt
+from kdecode.bench.metrics import ArmSummary, GenerationRecord, RequestMetrics, summarize
+from kdecode.bench.statistics import RatioEstimate, estimate_ratio
+
+# The only setting that the two arms of a ratio may differ in.
+COMPARED_SETTING = "decode_backend"
+SPECIALIZED_BACKEND = "latency_specialized"
+
+# The least share of decode steps that must have run specialized for a speed verdict.
+MIN_COVERAGE = 0.9
+RATIO_METRICS = ("tpot", "ttft", "e2e")
+
+Verdict = Literal[
+    "faster",
+    "slower",
+    "no difference seen at this size",
+    "not comparable",
+    "outputs differ",
+    "not exercised",
+]
+EXIT_CODES: Mapping[Verdict, int] = {
+    "faster": 0,
+    "slower": 0,
+    "no difference seen at this size": 0,
+    "not comparable": 3,
+    "outputs differ": 4,
+    "not exercised": 5,
+}
+
+
+class Arm(Protocol):
+    """One side of a comparison: an engine with one configuration, one request at a time, greedy."""
+
+    name: str
+
+    def resolved_config(self) -> Mapping[str, Any]:
+        """What the running engine decided, read from the engine; must have `decode_backend`."""
+
+    def run(self, prompt_ids: Sequence[int], max_tokens: int) -> GenerationRecord:
+        """Generates greedily, with nothing cached from an earlier run."""
+
+    def agree(
+        self, prompt_ids: Sequence[int], reference_token_ids: Sequence[int]
+    ) -> Sequence[AgreementStep]:
+        """Teacher-forced: the choice at each reference token, on the path that the arm decodes on."""
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """The design of a comparison.
+
+    A block runs every prompt twice in each arm. warmup_runs: least and most discarded runs of an
+    arm; between them warm-up ends when the last three token times are within warmup_tolerance.
+    order: "abba" alternates ABBA and BAAB from prompt to prompt and block to block, "random"
+    shuffles the four runs by the seed.
+    """
+
+    max_tokens: int
+    near_tie: NearTie
+    blocks: int = 6
+    warmup_runs: tuple[int, int] = (3, 10)
+    warmup_tolerance: float = 0.05
+    order: Literal["abba", "random"] = "abba"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens is {self.max_tokens}; decode speed needs at least 2.")
+        if self.blocks < 2:
+            raise ValueError(f"blocks is {self.blocks}; an interval needs at least 2.")
+        if not 0 <= self.warmup_runs[0] <= self.warmup_runs[1]:
+            raise ValueError(f"warmup_runs is {self.warmup_runs}; it is (least, most).")
+        if self.order not in ("abba", "random"):
+            raise ValueError(f"order is {self.order!r}; it must be 'abba' or 'random'.")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run that counts. arm: 0 or 1. A pair is the runs with one block, prompt and pair number."""
+
+    block: int
+    prompt: int
+    pair: int
+    arm: int
+    record: GenerationRecord
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Discarded runs of one arm."""
+
+    runs: int
+    is_stable: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that keeps two arms from being compared; None stands for an absent setting."""
+
+    setting: str
+    values: tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a comparison found. ratios is empty unless the verdict is about speed."""
+
+    comparison_id: str
+    settings: CompareSettings
+    arm_names: tuple[str, str]
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]]
+    differences: tuple[Difference, ...]
+    prompts_sha256: str
+    warmups: tuple[Warmup, Warmup]
+    runs: tuple[MeasuredRun, ...]
+    summaries: tuple[ArmSummary, ArmSummary]
+    agreement: Agreement | None
+    unequal_pairs: int
+    ratios: Mapping[str, RatioEstimate]
+    verdict: Verdict
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+
+def compare(
+    arm_a: Arm,
+    arm_b: Arm,
+    prompts: Sequence[Sequence[int]],
+    settings: CompareSettings,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Comparison:
+    """Measures both arms on the same prompts, checks that they agree, and judges."""
+    if not prompts or not all(prompts):
+        raise ValueError("A comparison needs at least one prompt, and no prompt may be empty.")
+    arms = (arm_a, arm_b)
+    configs = (dict(arm_a.resolved_config()), dict(arm_b.resolved_config()))
+    differences = config_differences(*configs)
+    warmups = (
+        _warm_up(arm_a, prompts, settings, progress),
+        _warm_up(arm_b, prompts, settings, progress),
+    )
+    runs = tuple(_measure(arms, prompts, settings, progress))
+    summaries = (
+        summarize([run.record for run in runs if run.arm == 0]),
+        summarize([run.record for run in runs if run.arm == 1]),
+    )
+    agreement = None
+    if not differences:
+        agreement = _check_outputs(arm_b, prompts, runs, settings.near_tie, progress)
+    pairs = _pairs(runs)
+    unequal_pairs = sum(a.n != b.n for block in pairs for a, b in block)
+    ratios: dict[str, RatioEstimate] = {}
+    verdict = _refusal(configs, differences, agreement, summaries)
+    if verdict is None:
+        ratios = _ratios(pairs, unequal_pairs, settings.seed)
+        verdict = _speed_verdict(ratios["tpot"])
+    return Comparison(
+        comparison_id=uuid.uuid4().hex[:12],
+        settings=settings,
+        arm_names=(arm_a.name, arm_b.name),
+        configs=configs,
+        differences=differences,
+        prompts_sha256=hashlib.sha256(repr([list(ids) for ids in prompts]).encode()).hexdigest(),
+        warmups=warmups,
+        runs=runs,
+        summaries=summaries,
+        agreement=agreement,
+        unequal_pairs=unequal_pairs,
+        ratios=ratios,
+        verdict=verdict,
+    )
+
+
+def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Settings that differ besides `decode_backend`, by dotted name."""
+    flat_a, flat_b = dict(_flatten(a)), dict(_flatten(b))
+    for config in (flat_a, flat_b):
+        if COMPARED_SETTING not in config:
+            raise ValueError(f"A resolved configuration has no {COMPARED_SETTING!r}: {config}.")
+    return tuple(
+        Difference(name, (flat_a.get(name), flat_b.get(name)))
+        for name in sorted(flat_a.keys() | flat_b.keys())
+        if name != COMPARED_SETTING
+        and (name not in flat_a or name not in flat_b or flat_a[name] != flat_b[name])
+    )
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _warm_up(
+    arm: Arm,
+    prompts: Sequence[Sequence[int]],
+    settings: CompareSettings,
+    progress: Callable[[str], None],
+) -> Warmup:
+    # The longest prompt backwards: the same shapes, but never the measured text.
+    prompt = list(reversed(max(prompts, key=len)))
+    least, most = settings.warmup_runs
+    times: list[float] = []
+    while len(times) < most:
+        progress(f"warm-up {arm.name}: run {len(times) + 1} of {least} to {most}")
+        metrics = arm.run(prompt, settings.max_tokens).metrics()
+        times.append(metrics.tpot_s if metrics.tpot_s is not None else metrics.e2e_s)
+        if len(times) >= least and _is_stable(times[-3:], settings.warmup_tolerance):
+            return Warmup(len(times), is_stable=True)
+    return Warmup(len(times), is_stable=False)
+
+
+def _is_stable(times: Sequence[float], tolerance: float) -> bool:
+    return len(times) == 3 and max(times) <= min(times) * (1 + tolerance)
+
+
+def _measure(
+    arms: tuple[Arm, Arm],
+    prompts: Sequence[Sequence[int]],
+    settings: CompareSettings,
+    progress: Callable[[str], None],
+) -> Iterator[MeasuredRun]:
+    shuffler = random.Random(settings.seed)
+    for block in range(settings.blocks):
+        for number, prompt in enumerate(prompts):
+            progress(
+                f"block {block + 1} of {settings.blocks}, prompt {number + 1} of {len(prompts)}"
+            )
+            order = [0, 1, 1, 0] if (block + number) % 2 == 0 else [1, 0, 0, 1]
+            if settings.order == "random":
+                shuffler.shuffle(order)
+            done = [0, 0]
+            for arm in order:
+                record = arms[arm].run(prompt, settings.max_tokens)
+                yield MeasuredRun(block, number, done[arm], arm, record)
+                done[arm] += 1
+
+
+def _check_outputs(
+    candidate: Arm,
+    prompts: Sequence[Sequence[int]],
+    runs: Sequence[MeasuredRun],
+    near_tie: NearTie,
+    progress: Callable[[str], None],
+) -> Agreement:
+    judged = []
+    for number, prompt in enumerate(prompts):
+        progress(f"agreement: prompt {number + 1} of {len(prompts)}")
+        texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+        for run in runs:
+            if run.prompt == number:
+                texts[run.arm].append(run.record.token_ids)
+        steps = candidate.agree(prompt, texts[0][0])
+        judged.append(judge_prompt(number, texts[0], texts[1], steps, near_tie))
+    return Agreement(tuple(judged))
+
+
+def _pairs(runs: Sequence[MeasuredRun]) -> list[list[tuple[RequestMetrics, RequestMetrics]]]:
+    """(baseline, candidate) of every pair, block by block."""
+    halves: dict[tuple[int, int, int], dict[int, RequestMetrics]] = {}
+    for run in runs:
+        key = (run.block, run.prompt, run.pair)
+        halves.setdefault(key, {})[run.arm] = run.record.metrics()
+    blocks: list[list[tuple[RequestMetrics, RequestMetrics]]] = []
+    for (block, _, _), half in sorted(halves.items()):
+        while len(blocks) <= block:
+            blocks.append([])
+        blocks[block].append((half[0], half[1]))
+    return blocks
+
+
+def _ratios(
+    pairs: Sequence[Sequence[tuple[RequestMetrics, RequestMetrics]]], unequal_pairs: int, seed: int
+) -> dict[str, RatioEstimate]:
+    """tpot and ttft; e2e only where both arms of every pair made equally many tokens."""
+    tpots = [
+        [(a.tpot_s, b.tpot_s) for a, b in block if a.tpot_s is not None and b.tpot_s is not None]
+        for block in pairs
+    ]
+    ratios = {
+        "tpot": estimate_ratio(tpots, seed),
+        "ttft": estimate_ratio([[(a.ttft_s, b.ttft_s) for a, b in block] for block in pairs], seed),
+    }
+    if unequal_pairs == 0:
+        e2e = [[(a.e2e_s, b.e2e_s) for a, b in block] for block in pairs]
+        ratios["e2e"] = estimate_ratio(e2e, seed)
+    return ratios
+
+
+def _refusal(
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    differences: Sequence[Difference],
+    agreement: Agreement | None,
+    summaries: tuple[ArmSummary, ArmSummary],
+) -> Verdict | None:
+    """Why no statement about speed is made, the gravest reason first."""
+    if differences:
+        return "not comparable"
+    if agreement is not None and not agreement.agrees:
+        return "outputs differ"
+    for config, summary in zip(configs, summaries, strict=True):
+        if config[COMPARED_SETTING] == SPECIALIZED_BACKEND:
+            coverage = summary.coverage
+            if coverage is None or coverage < MIN_COVERAGE:
+                return "not exercised"
+    return None
+
+
+def _speed_verdict(tpot: RatioEstimate) -> Verdict:
+    if tpot.low > 1:
+        return "faster"
+    if tpot.high < 1:
+        return "slower"
+    return "no difference seen at this size"

@@ -1,0 +1,255 @@
+"""A comparison as a terminal report and as `comparison.json`.
+
+Owns wording and layout. Computes no number: every figure comes from `Comparison` and names the
+formula that made it. A ratio is printed only when the comparison has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kdecode.bench.agreement import Agreement
+from kdecode.bench.compare import COMPARED_SETTING, MIN_COVERAGE, Comparison
+from kdecode.bench.machine import Machine
+from kdecode.bench.metrics import FORMULAS, SPECIALIZED, STANDARD, ArmSummary, Spread
+
+SCHEMA_VERSION = 1
+RECOMMENDED_BLOCKS = 6
+
+_RATIO_LABELS = {
+    "tpot": "decode speed (time per token)",
+    "ttft": "time to first token",
+    "e2e": "request latency",
+}
+
+
+def to_json(comparison: Comparison, machine: Machine) -> dict[str, Any]:
+    """Everything of a comparison as plain JSON values: records, configurations, formulas."""
+    fields = {
+        field.name: _plain(getattr(comparison, field.name))
+        for field in dataclasses.fields(comparison)
+    }
+    coverages = [summary.coverage for summary in comparison.summaries]
+    for summary, coverage in zip(fields["summaries"], coverages, strict=True):
+        summary["coverage"] = coverage
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "exit_code": comparison.exit_code,
+        "formulas": dict(FORMULAS),
+        "machine": _plain(machine),
+        **fields,
+    }
+
+
+def render(comparison: Comparison, machine: Machine) -> str:
+    """The report for a terminal, as plain text."""
+    sections = [
+        _header(comparison, machine),
+        _measured_table(comparison, machine),
+        _coverage_lines(comparison),
+        _agreement_lines(comparison),
+        _ratio_lines(comparison),
+        _verdict_lines(comparison),
+        _legend(),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(value)
+
+
+def _header(comparison: Comparison, machine: Machine) -> list[str]:
+    settings = comparison.settings
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    used = [
+        f"{name}: {config[COMPARED_SETTING]}, threads {config.get('threads', 'not reported')}, "
+        f"isa {config.get('isa', 'not reported')}"
+        for name, config in zip(comparison.arm_names, comparison.configs, strict=True)
+    ]
+    warmups = "; ".join(
+        f"{name} {warmup.runs} runs" + ("" if warmup.is_stable else ", STILL UNSTABLE")
+        for name, warmup in zip(comparison.arm_names, comparison.warmups, strict=True)
+    )
+    prompts = len({run.prompt for run in comparison.runs})
+    return [
+        f"comparison {comparison.comparison_id}, {machine.date}",
+        f"machine: {machine.cpu or 'cpu not known'}, {machine.cores} cores, "
+        f"{' '.join(machine.cpu_flags) or 'no flags known'}, {machine.system}",
+        f"software: {versions}",
+        *used,
+        f"design: {prompts} prompts, {settings.blocks} {settings.order} blocks, "
+        f"max_tokens {settings.max_tokens}, greedy, seed {settings.seed}, one request at a time, "
+        f"speculation none, prompts sha256 {comparison.prompts_sha256[:12]}",
+        f"warm-up (discarded): {warmups}",
+    ]
+
+
+def _measured_table(comparison: Comparison, machine: Machine) -> list[str]:
+    def row(label: str, how: str, value: Callable[[ArmSummary], str]) -> tuple[str, ...]:
+        a, b = comparison.summaries
+        return (label, value(a), value(b), how)
+
+    def spread(read: Callable[[ArmSummary], Spread | None]) -> Callable[[ArmSummary], str]:
+        return lambda summary: _spread_text(read(summary))
+
+    rows = [
+        ("", *comparison.arm_names, "how"),
+        row("requests", "measured runs", lambda s: f"{s.num_requests}"),
+        row("prompt / output tokens", "sums", lambda s: f"{s.prompt_tokens} / {s.output_tokens}"),
+        row("prefill time P50 / P90", "prefill", spread(lambda s: s.prefill_s)),
+        row("prefill throughput", "prefill_tps", lambda s: _rate(s.prefill_tps)),
+        row("time to first token P50 / P90", "ttft", spread(lambda s: s.ttft_s)),
+        row("DECODE THROUGHPUT, no prefill", "decode_tps_arm", lambda s: _rate(s.decode_tps)),
+        row("time per token P50 / P90", "tpot, per request", spread(lambda s: s.tpot_s)),
+        row("chunk gaps P50 / P90", "icl, all gaps", spread(lambda s: s.icl_s)),
+        row("interactivity P50", "interactivity_p50", lambda s: _rate(s.interactivity_p50)),
+        row(
+            "interactivity, slow tail P90",
+            "interactivity_slow_p90",
+            lambda s: _rate(s.interactivity_slow_p90),
+        ),
+        row("request latency P50 / P90", "e2e", spread(lambda s: s.e2e_s)),
+        row("output throughput, with prefill", "output_tps", lambda s: _rate(s.output_tps)),
+    ]
+    peak = (
+        f"peak resident memory of the process (both arms together): "
+        f"{machine.peak_rss_bytes / 2**20:.0f} MiB"
+    )
+    return [*_columns(rows), peak]
+
+
+def _coverage_lines(comparison: Comparison) -> list[str]:
+    lines = []
+    for name, summary in zip(comparison.arm_names, comparison.summaries, strict=True):
+        steps = summary.decode_steps
+        share = "not available" if summary.coverage is None else f"{100 * summary.coverage:.1f} %"
+        lines.append(
+            f"coverage {name}: {share} ({steps.get(SPECIALIZED, 0)} specialized, "
+            f"{steps.get(STANDARD, 0)} standard decode steps)"
+        )
+        reasons = sorted(summary.fallback_reasons.items(), key=lambda item: -item[1])
+        lines += [f"  standard because: {reason}: {count}" for reason, count in reasons]
+    return lines
+
+
+def _agreement_lines(comparison: Comparison) -> list[str]:
+    agreement = comparison.agreement
+    if agreement is None:
+        return ["outputs: not checked, because the arms are not comparable"]
+    reference, candidate = comparison.arm_names
+    near_tie = comparison.settings.near_tie
+    lines = [
+        f"outputs: {agreement.identical_prompts} of {len(agreement.prompts)} prompts have "
+        f"identical greedy tokens",
+        f"teacher-forced on the tokens of {reference}: {candidate} chose another token at "
+        f"{agreement.near_ties + agreement.real} of {agreement.positions} positions "
+        f"({agreement.near_ties} near-ties, {agreement.real} real); a near-tie has a margin up to "
+        f"{near_tie.atol:g} + {near_tie.rtol:g} * |max logit|",
+    ]
+    if agreement.unstable_runs:
+        lines.append(
+            f"repetitions with other tokens than the first run of the same arm: "
+            f"{agreement.unstable_runs}"
+        )
+    return lines + list(_divergence_lines(agreement))
+
+
+def _divergence_lines(agreement: Agreement) -> Iterable[str]:
+    for prompt in agreement.prompts:
+        if prompt.divergence is not None:
+            margin = prompt.divergence_margin
+            yield (
+                f"  prompt {prompt.prompt}: first difference at token {prompt.divergence}, "
+                f"{prompt.divergence_class}, margin "
+                f"{'not available' if margin is None else format(margin, '.4g')}"
+            )
+
+
+def _ratio_lines(comparison: Comparison) -> list[str]:
+    if not comparison.ratios:
+        return []
+    baseline, candidate = comparison.arm_names
+    lines = [f"ratios {baseline} / {candidate}, above 1: {candidate} is faster"]
+    for metric, estimate in comparison.ratios.items():
+        lines.append(
+            f"  {_RATIO_LABELS[metric]}: {estimate.ratio:.3f}, 95 % interval "
+            f"[{estimate.low:.3f}, {estimate.high:.3f}] ({metric}; {estimate.num_pairs} pairs in "
+            f"{estimate.num_blocks} blocks; worst block {estimate.worst_block:.3f}; smallest "
+            f"effect this design would see {100 * (estimate.detectable - 1):.1f} %)"
+        )
+    if comparison.unequal_pairs:
+        lines.append(
+            f"  no ratio of request latency: in {comparison.unequal_pairs} pairs the arms made "
+            f"different numbers of tokens"
+        )
+    if comparison.settings.blocks < RECOMMENDED_BLOCKS:
+        lines.append(
+            f"  only {comparison.settings.blocks} blocks; {RECOMMENDED_BLOCKS} or more are "
+            f"recommended"
+        )
+    return lines
+
+
+def _verdict_lines(comparison: Comparison) -> list[str]:
+    baseline, candidate = comparison.arm_names
+    lines = [f"verdict: {comparison.verdict} (exit code {comparison.exit_code})"]
+    if comparison.verdict == "not comparable":
+        lines.append(
+            f"the arms differ in more than {COMPARED_SETTING}, so there is no ratio; differences "
+            f"({baseline} | {candidate}):"
+        )
+        lines += [
+            f"  {d.setting}: {d.values[0]!r} | {d.values[1]!r}" for d in comparison.differences
+        ]
+    elif comparison.verdict == "outputs differ":
+        lines.append("the speeds above are unqualified: both arms must say the same first.")
+    elif comparison.verdict == "not exercised":
+        lines.append(
+            f"the specialized path ran less than {100 * MIN_COVERAGE:.0f} % of the decode steps, "
+            f"so these runs say nothing about it; see the reasons under coverage."
+        )
+    else:
+        lines.append(f"about {candidate} against {baseline}, from the interval of tpot.")
+    return lines
+
+
+def _legend() -> list[str]:
+    width = max(map(len, FORMULAS))
+    return ["how the numbers were obtained"] + [
+        f"  {name:<{width}}  {formula}" for name, formula in FORMULAS.items()
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
+                row[-1],
+            ]
+        )
+        for row in rows
+    ]
+
+
+def _spread_text(spread: Spread | None) -> str:
+    if spread is None:
+        return "undefined"
+    return f"{1000 * spread.p50:.3f} / {1000 * spread.p90:.3f} ms"
+
+
+def _rate(rate: float | None) -> str:
+    return "undefined" if rate is None else f"{rate:.2f} tok/s"
