@@ -30,6 +30,14 @@ def refuse_rows(problem: Problem) -> list[str]:
     return []
 
 
+def step_rows(problem: Problem) -> int:
+    """The rows of a step that has been accepted; ValueError for a plan of any number of rows."""
+    reasons = refuse_rows(problem)
+    if problem.rows is None or reasons:
+        raise ValueError(" ".join(reasons))
+    return problem.rows
+
+
 def refuse_mix_norm(config: ModelConfig) -> list[str]:
     """Reasons that concern the residual mix and the products that read its norm."""
     reasons = []
@@ -66,7 +74,7 @@ def set_mix_norm(
 
     outputs: names of the mix and norm buffers. num_snapshots: those that exist at this point.
     """
-    config, rows = problem.config, problem.rows
+    config, rows = problem.config, step_rows(problem)
     width = config.hidden_size
     args.rows, args.width, args.eps = rows, width, config.rms_eps
     args.prefix = ptr(buffers["prefix"], torch.bfloat16, (rows, width))

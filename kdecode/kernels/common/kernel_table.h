@@ -7,6 +7,7 @@
 #include "../linear/cpu.h"
 #include "native.h"
 #include "program.h"
+#include "vmath_probe.h"
 
 namespace kdecode {
 
@@ -21,6 +22,7 @@ struct KernelTable {
   void (*tile_dot)(const Tiles&, std::int64_t tile, int num_rows, const bf16* const* x, float* y);
   void (*linear)(const LinearArgs&);
   void (*unpack)(const Tiles&, bf16* out);
+  VmathProbe vmath_probe;
 
   // std::invalid_argument if there is no such step.
   StepFunction step(const std::string& name) const;

@@ -99,6 +99,14 @@ std::vector<double> run_time_tile_dot(Pool& pool, const std::string& isa, const 
   return time_tile_dot(pool, isa, w, num_rows, reinterpret_cast<const bf16*>(x), reinterpret_cast<float*>(y), repeats);
 }
 
+void run_vmath(const std::string& isa, const std::string& function, std::uintptr_t x, std::uintptr_t second, std::int64_t count,
+               std::uintptr_t out) {
+  const auto floats = [](std::uintptr_t address) { return reinterpret_cast<float*>(address); };
+  if (!kernel_table(isa).vmath_probe(function.c_str(), floats(x), floats(second), count, floats(out))) {
+    throw std::invalid_argument("vmath.h has no function \"" + function + "\".");
+  }
+}
+
 void bind_types(nb::module_& m) {
   nb::enum_<TileFormat>(m, "TileFormat").value("bf16", TileFormat::kBf16).value("mxfp4", TileFormat::kMxfp4);
   nb::class_<Tiles>(m, "Tiles", "A packed matrix at given addresses; its memory is the caller's.")
@@ -129,6 +137,8 @@ void bind_probes(nb::module_& m) {
         nb::arg("x"), nb::arg("y"), nb::arg("repeats"), "Seconds of each of `repeats` products, as tile_dot but on all threads.");
   m.def("stream_bandwidth", stream_bandwidth, released, nb::arg("pool"), nb::arg("num_bytes"), nb::arg("repeats") = 5,
         "Bytes a second that all threads read together from a buffer of num_bytes: the best of some passes.");
+  m.def("vmath", run_vmath, released, nb::arg("isa"), nb::arg("function"), nb::arg("x"), nb::arg("second"), nb::arg("count"),
+        nb::arg("out"), "out [count] fp32 = function(x), or function(x, second): the elementwise maths, for tests.");
   m.def("pool_self_test", pool_self_test, released, nb::arg("pool"), nb::arg("jobs"), nb::arg("phases"), nb::arg("splits"),
         nb::arg("items"), "Number of work items that a pool handed out wrongly; 0 if it is sound.");
 }

@@ -14,6 +14,7 @@ from kdecode.kernels.common.fused import (
     set_activation,
     set_mix_norm,
     snapshots_before_mlp,
+    step_rows,
     tiles_of,
 )
 from kdecode.kernels.common.native import NativeStep, ptr
@@ -31,9 +32,8 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMlp`."""
-    config, rows = problem.config, problem.rows
+    config, rows = problem.config, step_rows(problem)
     assert problem.layer is not None
-    assert rows is not None
     width, inner, mlp = config.hidden_size, config.dense_width, weights.mlp
     args = _native.DenseMlpArgs()
     used = set_mix_norm(

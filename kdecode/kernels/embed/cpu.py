@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kdecode.kernels.common import _native
-from kdecode.kernels.common.fused import refuse_rows
+from kdecode.kernels.common.fused import refuse_rows, step_rows
 from kdecode.kernels.common.native import NativeStep, ptr
 from kdecode.kernels.contract import Buffers, Problem
 
@@ -19,7 +19,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedModel`."""
-    config, rows = problem.config, problem.rows
+    config, rows = problem.config, step_rows(problem)
     table, prefix, tokens = weights.embed, buffers["prefix"], buffers["row_token"]
     args = _native.EmbedArgs()
     args.rows, args.vocab, args.width = rows, config.vocab_size, config.hidden_size

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from kdecode.kernels.common import _native
-from kdecode.kernels.common.fused import refuse_mix_norm, refuse_rows, set_mix_norm, tiles_of
+from kdecode.kernels.common.fused import (
+    refuse_mix_norm,
+    refuse_rows,
+    set_mix_norm,
+    step_rows,
+    tiles_of,
+)
 from kdecode.kernels.common.native import NativeStep, ptr
 from kdecode.kernels.contract import Buffers, Problem
 
@@ -31,6 +37,6 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
         num_snapshots=config.num_snapshots,
     )
     args.weight = tiles_of("The head", weights.head, config.vocab_size, config.hidden_size)
-    args.logits = ptr(buffers["logits"], torch.float32, (problem.rows, config.vocab_size))
+    args.logits = ptr(buffers["logits"], torch.float32, (step_rows(problem), config.vocab_size))
     alive = (*used, weights.head, buffers["logits"])
     return NativeStep(buffers.pool, problem.isa, "head", args, alive)

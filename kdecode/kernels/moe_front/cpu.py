@@ -16,6 +16,7 @@ from kdecode.kernels.common.fused import (
     set_activation,
     set_mix_norm,
     snapshots_before_mlp,
+    step_rows,
     tiles_of,
 )
 from kdecode.kernels.common.native import NativeStep, ptr
@@ -40,9 +41,8 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`."""
-    config, rows, moe = problem.config, problem.rows, weights.mlp
+    config, rows, moe = problem.config, step_rows(problem), weights.mlp
     assert problem.layer is not None
-    assert rows is not None
     args = _native.MoeFrontArgs()
     used = set_mix_norm(
         args,
@@ -75,8 +75,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
 
 def _set_routing(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> list[torch.Tensor]:
     """Fills the router's fields; returns the tensors that must stay alive."""
-    settings, rows = problem.config.moe, problem.rows
-    assert rows is not None
+    settings, rows = problem.config.moe, step_rows(problem)
     num_experts, top_k = settings.num_experts, settings.top_k
     logits = buffers.scratch("router_logits", (rows, num_experts), torch.float32)
     args.router = tiles_of("The router", moe.router, num_experts, problem.config.hidden_size)

@@ -14,6 +14,7 @@ from kdecode.kernels.common.fused import (
     refuse_gated_width,
     refuse_rows,
     set_activation,
+    step_rows,
     tiles_of,
 )
 from kdecode.kernels.common.native import NativeStep, ptr
@@ -52,8 +53,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`."""
-    config, rows, moe = problem.config, problem.rows, weights.mlp
-    assert rows is not None
+    config, rows, moe = problem.config, step_rows(problem), weights.mlp
     width = config.hidden_size
     args = _native.MoeTailArgs()
     args.rows, args.width, args.eps = rows, width, config.rms_eps
@@ -76,8 +76,7 @@ def _in_width(problem: Problem) -> int:
 def _set_experts(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> list[torch.Tensor]:
     """Experts, routes and their scratch; returns the tensors that must stay alive."""
     settings: MoeConfig = problem.config.moe
-    rows, in_width, top_k = problem.rows, _in_width(problem), settings.top_k
-    assert rows is not None
+    rows, in_width, top_k = step_rows(problem), _in_width(problem), settings.top_k
     if len(moe.experts) != settings.num_experts:
         raise ValueError(f"{len(moe.experts)} experts are packed of {settings.num_experts}.")
     gate_rows = 2 * settings.expert_width
@@ -105,8 +104,7 @@ def _set_experts(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> lis
 
 def _set_latent_up(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> list[torch.Tensor]:
     """Norm of the summed experts and the way back to the model width."""
-    rows, in_width, width = problem.rows, _in_width(problem), problem.config.hidden_size
-    assert rows is not None
+    rows, in_width, width = step_rows(problem), _in_width(problem), problem.config.hidden_size
     args.latent_up = tiles_of("latent_up", moe.latent_up, width, in_width)
     args.routed = ptr(buffers["routed"], BF16, (rows, width))
     used = [buffers["routed"]]
@@ -120,7 +118,7 @@ def _set_latent_up(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> l
 
 def _set_shared(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> list[torch.Tensor]:
     """The down projection of the shared experts."""
-    rows, width = problem.rows, problem.config.hidden_size
+    rows, width = step_rows(problem), problem.config.hidden_size
     shared_width = problem.config.moe.shared_width
     args.shared_down = tiles_of("The shared down matrix", moe.shared.down, width, shared_width)
     args.shared_product = ptr(buffers["shared_product"], BF16, (rows, shared_width))
