@@ -1,0 +1,345 @@
+#include "cpu.h"
+
+#include <cstring>
+
+#include "../common/tile_ops.h"
+#include "../common/vec.h"
+
+namespace kdecode::KD_NS {
+namespace {
+
+constexpr int kHeadBlock = 16;   // heads that share one pass over the cache
+constexpr int kTokenBlock = 64;  // tokens of one round of the online softmax; their rows stay in the second-level cache
+constexpr int kScoreHeads = 4;
+constexpr int kScoreTokens = kLanes == 16 ? 4 : 2;
+constexpr int kSumHeads = kLanes == 16 ? 8 : 4;
+
+static_assert(kTokenBlock % kScoreTokens == 0 && kHeadBlock % kScoreHeads == 0, "padding must stay inside the block");
+
+struct Shape {
+  explicit Shape(const MlaFrontArgs& args)
+      : cache_width(args.kv_rank + args.rope_dim),
+        qk_dim(args.nope_dim + args.rope_dim),
+        query_width(args.q_b.data != nullptr ? args.q_b.cols : std::int64_t{args.heads} * qk_dim),
+        head_blocks((args.heads + kHeadBlock - 1) / kHeadBlock) {}
+  int cache_width, qk_dim;
+  std::int64_t query_width;  // columns of the query in mla_proj; the latent comes next
+  int head_blocks;
+};
+
+inline std::int64_t cache_row(const MlaFrontArgs& args, int row, std::int64_t token) {
+  const std::int64_t page = args.row_pages[std::int64_t{row} * args.max_pages + token / args.page_tokens];
+  return page * args.page_tokens + token % args.page_tokens;
+}
+
+// The row's own cache row: normed latent, then the rope part as it is.
+void insert_row(const MlaFrontArgs& args, int row) {
+  const Shape shape(args);
+  const bf16* const latent = args.mla_proj + row * args.in_proj.rows + shape.query_width;
+  const std::int64_t at = cache_row(args, row, args.row_position[row]) * shape.cache_width;
+  bf16 wide[kMaxMlaWidth];
+  bf16* const out = args.fp8_values == nullptr ? static_cast<bf16*>(args.pages) + at : wide;
+  rms_norm_row(latent, args.kv_norm, args.latent_eps, args.kv_rank, out);
+  std::memcpy(out + args.kv_rank, latent + args.kv_rank, args.rope_dim * sizeof(bf16));
+  if (args.fp8_values == nullptr) return;
+  fp8* const codes = static_cast<fp8*>(args.pages) + at;
+  for (int i = 0; i < shape.cache_width; ++i) codes[i] = round_fp8(widen(wide[i]) / args.fp8_scale);
+}
+
+// Query norm of the row (with q LoRA).
+void norm_query(const MlaFrontArgs& args, int row) {
+  if (args.q_b.data == nullptr) return;
+  const std::int64_t rank = args.q_b.cols;
+  rms_norm_row(args.mla_proj + row * args.in_proj.rows, args.q_norm, args.latent_eps, rank, args.query_norm + row * rank);
+}
+
+// mla_query of one head, all rows: q_b, then W_UK transposed.
+void query_head(const MlaFrontArgs& args, int head) {
+  const Shape shape(args);
+  const int rows = args.mix.rows;
+  bf16 queries[kMaxRows * kMaxMlaHeadDim];
+  const bf16* query[kMaxRows];
+  float sums[kMaxRows * kTileRows];
+  if (args.q_b.data != nullptr) {
+    const Rows in(args.query_norm, rows, args.q_b.cols);
+    for (int start = 0; start < shape.qk_dim; start += kTileRows) {
+      tile_dot(args.q_b, (std::int64_t{head} * shape.qk_dim + start) / kTileRows, rows, in.at, sums);
+      for (int r = 0; r < rows; ++r) {
+        for (int i = 0; i < kTileRows; ++i) queries[r * shape.qk_dim + start + i] = round_bf16(sums[r * kTileRows + i]);
+      }
+    }
+    for (int r = 0; r < rows; ++r) query[r] = queries + r * shape.qk_dim;
+  } else {
+    for (int r = 0; r < rows; ++r) query[r] = args.mla_proj + r * args.in_proj.rows + std::int64_t{head} * shape.qk_dim;
+  }
+  for (int start = 0; start < args.kv_rank; start += kTileRows) {
+    tile_dot(args.w_uk, (std::int64_t{head} * args.kv_rank + start) / kTileRows, rows, query, sums);
+    for (int r = 0; r < rows; ++r) {
+      bf16* const out = args.mla_query + (std::int64_t{r} * args.heads + head) * shape.cache_width + start;
+      for (int i = 0; i < kTileRows; ++i) out[i] = round_bf16(sums[r * kTileRows + i]);
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    bf16* const out = args.mla_query + (std::int64_t{r} * args.heads + head) * shape.cache_width + args.kv_rank;
+    std::memcpy(out, query[r] + args.nope_dim, args.rope_dim * sizeof(bf16));
+  }
+}
+
+// scores[t][h] = <query[h], token[t]> of kScoreHeads heads and kScoreTokens tokens; `width` is a multiple of 16.
+inline void score_tile(const bf16* const* query, const bf16* const* token, int width, float* scores) {
+  vec acc[kScoreTokens][kScoreHeads] = {};
+#if defined(__AVX512BF16__)
+  for (int column = 0; column < width; column += 32) {
+    const __mmask32 mask = width - column >= 32 ? 0xffffffffu : 0xffffu;
+    __m512i q[kScoreHeads];
+    for (int h = 0; h < kScoreHeads; ++h) q[h] = _mm512_maskz_loadu_epi16(mask, query[h] + column);
+    for (int t = 0; t < kScoreTokens; ++t) {
+      const __m512i x = _mm512_maskz_loadu_epi16(mask, token[t] + column);
+      for (int h = 0; h < kScoreHeads; ++h) acc[t][h] = _mm512_dpbf16_ps(acc[t][h], (__m512bh)x, (__m512bh)q[h]);
+    }
+  }
+#else
+  for (int column = 0; column < width; column += kLanes) {
+    vec q[kScoreHeads];
+    for (int h = 0; h < kScoreHeads; ++h) q[h] = load(query[h] + column);
+    for (int t = 0; t < kScoreTokens; ++t) {
+      const vec x = load(token[t] + column);
+      for (int h = 0; h < kScoreHeads; ++h) acc[t][h] = mul_add(x, q[h], acc[t][h]);
+    }
+  }
+#endif
+  for (int t = 0; t < kScoreTokens; ++t) sum_each(acc[t], scores + t * kHeadBlock);
+}
+
+// sums[h][column...] = kept[h] * sums[h] + sum_t weights[t][h] * token[t][column...] of H heads and N vectors of columns.
+template <int H, int N>
+inline void add_latents(const bf16* const* token, int count, int column, const float* weights, const float* kept, bool is_first,
+                        float* sums, std::int64_t stride) {
+  vec acc[H][N] = {};
+  if (!is_first) {
+    for (int h = 0; h < H; ++h) {
+      for (int n = 0; n < N; ++n) acc[h][n] = splat(kept[h]) * load(sums + h * stride + column + n * kLanes);
+    }
+  }
+  for (int t = 0; t < count; ++t) {
+    vec x[N];
+    for (int n = 0; n < N; ++n) x[n] = load(token[t] + column + n * kLanes);
+    for (int h = 0; h < H; ++h) {
+      const vec weight = splat(weights[t * kHeadBlock + h]);
+      for (int n = 0; n < N; ++n) acc[h][n] = mul_add(weight, x[n], acc[h][n]);
+    }
+  }
+  for (int h = 0; h < H; ++h) {
+    for (int n = 0; n < N; ++n) store(sums + h * stride + column + n * kLanes, acc[h][n]);
+  }
+}
+
+// One vector, or two, of columns for all heads of the block.
+template <int N>
+inline void add_columns(const bf16* const* token, int count, int column, int heads, const float* weights, const float* kept,
+                        bool is_first, float* sums, std::int64_t stride) {
+  int h = 0;
+  for (; h + kSumHeads <= heads; h += kSumHeads) {
+    add_latents<kSumHeads, N>(token, count, column, weights + h, kept + h, is_first, sums + h * stride, stride);
+  }
+  for (; h < heads; ++h) {
+    add_latents<1, N>(token, count, column, weights + h, kept + h, is_first, sums + h * stride, stride);
+  }
+}
+
+// The online softmax of a block of heads; lanes above the number of heads are computed and not used.
+struct Softmax {
+  float highest[kHeadBlock];
+  float total[kHeadBlock];
+  float kept[kHeadBlock];  // factor of everything summed before the latest round
+
+  Softmax() {
+    for (int h = 0; h < kHeadBlock; ++h) highest[h] = -__builtin_inff(), total[h] = 0.0f;
+  }
+
+  // Turns `count` scores a head into weights relative to the highest score so far.
+  void round(float* scores, int count, float scale) {
+    float top[kHeadBlock];
+    for (int h = 0; h < kHeadBlock; ++h) top[h] = highest[h];
+    for (int t = 0; t < count; ++t) {
+      float* const line = scores + t * kHeadBlock;
+      for (int h = 0; h < kHeadBlock; ++h) {
+        line[h] *= scale;
+        top[h] = line[h] > top[h] ? line[h] : top[h];
+      }
+    }
+    for (int h = 0; h < kHeadBlock; ++h) {
+      kept[h] = exp(highest[h] - top[h]);
+      highest[h] = top[h];
+      total[h] *= kept[h];
+    }
+    for (int t = 0; t < count; ++t) {
+      float* const line = scores + t * kHeadBlock;
+      for (int h = 0; h < kHeadBlock; ++h) {
+        line[h] = exp(line[h] - top[h]);
+        total[h] += line[h];
+      }
+    }
+  }
+};
+
+// Addresses of `count` cache rows as bf16; those of an fp8 cache are dequantised into `wide`. The list is filled up to a multiple
+// of kScoreTokens with the last row, so that nothing beyond the context is touched.
+void gather_tokens(const MlaFrontArgs& args, int row, std::int64_t first, int count, int width, bf16* wide, const bf16** token) {
+  for (int t = 0; t < count; ++t) {
+    const std::int64_t at = cache_row(args, row, first + t) * width;
+    if (args.fp8_values == nullptr) {
+      token[t] = static_cast<const bf16*>(args.pages) + at;
+      continue;
+    }
+    const fp8* const codes = static_cast<const fp8*>(args.pages) + at;
+    bf16* const out = wide + t * width;
+    for (int i = 0; i < width; ++i) out[i] = args.fp8_values[codes[i]];
+    token[t] = out;
+  }
+  for (int t = count; t % kScoreTokens != 0; ++t) token[t] = token[count - 1];
+}
+
+// One split of one row's context for the heads [first_head, first_head + heads).
+void attend_split(const MlaFrontArgs& args, int row, int split, int first_head, int heads) {
+  const Shape shape(args);
+  const int width = shape.cache_width, rank = args.kv_rank;
+  const std::int64_t length = std::int64_t{args.row_position[row]} + 1;
+  const std::int64_t start = std::int64_t{split} * args.split_tokens;
+  const std::int64_t end = start + args.split_tokens < length ? start + args.split_tokens : length;
+  const std::int64_t slot = (std::int64_t{row} * args.max_splits + split) * args.heads + first_head;
+  float* const sums = args.split_sums + slot * rank;
+  // The last head stands in for the missing ones of an incomplete block.
+  const bf16* query[kHeadBlock];
+  for (int h = 0; h < kHeadBlock; ++h) {
+    query[h] = args.mla_query + (std::int64_t{row} * args.heads + first_head + (h < heads ? h : heads - 1)) * width;
+  }
+  Softmax softmax;
+  alignas(64) float scores[kTokenBlock * kHeadBlock] = {};
+  alignas(64) bf16 wide[kTokenBlock * kMaxMlaWidth];
+  const bf16* token[kTokenBlock];
+  for (std::int64_t first = start; first < end; first += kTokenBlock) {
+    const int count = static_cast<int>(end - first < kTokenBlock ? end - first : kTokenBlock);
+    gather_tokens(args, row, first, count, width, wide, token);
+    for (int t = 0; t < count; t += kScoreTokens) {
+      for (int h = 0; h < heads; h += kScoreHeads) score_tile(query + h, token + t, width, scores + t * kHeadBlock + h);
+    }
+    softmax.round(scores, count, args.softmax_scale);
+    const bool is_first = first == start;
+    int column = 0;
+    for (; column + 2 * kLanes <= rank; column += 2 * kLanes) {
+      add_columns<2>(token, count, column, heads, scores, softmax.kept, is_first, sums, rank);
+    }
+    for (; column < rank; column += kLanes) {
+      add_columns<1>(token, count, column, heads, scores, softmax.kept, is_first, sums, rank);
+    }
+  }
+  for (int h = 0; h < heads; ++h) {
+    args.split_stats[(slot + h) * 2] = softmax.highest[h];
+    args.split_stats[(slot + h) * 2 + 1] = softmax.total[h];
+  }
+}
+
+int num_splits(const MlaFrontArgs& args, int row) { return args.row_position[row] / args.split_tokens + 1; }
+
+// mla_latent of one head and row from its splits, in their order.
+void combine_splits(const MlaFrontArgs& args, int row, int head) {
+  const int rank = args.kv_rank, splits = num_splits(args, row);
+  const std::int64_t first = std::int64_t{row} * args.max_splits * args.heads + head;
+  float highest = -__builtin_inff();
+  for (int s = 0; s < splits; ++s) {
+    const float top = args.split_stats[(first + std::int64_t{s} * args.heads) * 2];
+    highest = top > highest ? top : highest;
+  }
+  float total = 0.0f;
+  alignas(64) float latent[kMaxMlaWidth];
+  for (int i = 0; i < rank; ++i) latent[i] = 0.0f;
+  for (int s = 0; s < splits; ++s) {
+    const std::int64_t slot = first + std::int64_t{s} * args.heads;
+    const float weight = exp(args.split_stats[slot * 2] - highest);
+    total = mul_add(weight, args.split_stats[slot * 2 + 1], total);
+    const float* const sums = args.split_sums + slot * rank;
+    for (int i = 0; i < rank; ++i) latent[i] = mul_add(weight, sums[i], latent[i]);
+  }
+  bf16* const out = args.mla_latent + (std::int64_t{row} * args.heads + head) * rank;
+  for (int i = 0; i < rank; ++i) out[i] = round_bf16(latent[i] / total);
+}
+
+// attn_out of one head, all rows: combined latents, W_UV, gate; rounded once.
+void value_head(const MlaFrontArgs& args, int head) {
+  const Shape shape(args);
+  const int rows = args.mix.rows;
+  for (int r = 0; r < rows; ++r) combine_splits(args, r, head);
+  const Rows latents(args.mla_latent + std::int64_t{head} * args.kv_rank, rows, std::int64_t{args.heads} * args.kv_rank);
+  const std::int64_t gate_column = shape.query_width + shape.cache_width;
+  float sums[kMaxRows * kTileRows];
+  for (int start = 0; start < args.v_dim; start += kTileRows) {
+    const std::int64_t channel = std::int64_t{head} * args.v_dim + start;
+    tile_dot(args.w_uv, channel / kTileRows, rows, latents.at, sums);
+    for (int r = 0; r < rows; ++r) {
+      const bf16* const gate = args.mla_proj + r * args.in_proj.rows + gate_column + channel;
+      bf16* const out = args.attn_out + std::int64_t{r} * args.heads * args.v_dim + channel;
+      for (int i = 0; i < kTileRows; ++i) {
+        const float factor = args.has_gate ? sigmoid(widen(gate[i])) : 1.0f;
+        out[i] = round_bf16(sums[r * kTileRows + i] * factor);
+      }
+    }
+  }
+}
+
+// Splits of the longest context of the step.
+int most_splits(const MlaFrontArgs& args) {
+  int most = 1;
+  for (int r = 0; r < args.mix.rows; ++r) most = num_splits(args, r) > most ? num_splits(args, r) : most;
+  return most;
+}
+
+}  // namespace
+
+void mla_front(const MlaFrontArgs& args, Worker& worker) {
+  const Shape shape(args);
+  const int rows = args.mix.rows;
+  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row) mix_norm_row(args.mix, static_cast<int>(row));
+  });
+  worker.barrier();
+
+  const Tiles& w = args.in_proj;
+  const Rows in(args.mix.norm_out, rows, w.cols);
+  worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, rows, in.at, args.mla_proj, w.rows);
+  });
+  worker.barrier();
+
+  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row) {
+      norm_query(args, static_cast<int>(row));
+      insert_row(args, static_cast<int>(row));
+    }
+  });
+  worker.barrier();
+
+  worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t head = first; head < last; ++head) query_head(args, static_cast<int>(head));
+  });
+  worker.barrier();
+
+  // Blocks of heads innermost: they read the same rows at about the same time.
+  const int splits = most_splits(args);
+  worker.split(std::int64_t{rows} * splits * shape.head_blocks, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t unit = first; unit < last; ++unit) {
+      const int head = static_cast<int>(unit % shape.head_blocks) * kHeadBlock;
+      const int split = static_cast<int>(unit / shape.head_blocks % splits);
+      const int row = static_cast<int>(unit / shape.head_blocks / splits);
+      if (split >= num_splits(args, row)) continue;
+      attend_split(args, row, split, head, args.heads - head < kHeadBlock ? args.heads - head : kHeadBlock);
+    }
+  });
+  worker.barrier();
+
+  worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t head = first; head < last; ++head) value_head(args, static_cast<int>(head));
+  });
+}
+
+}  // namespace kdecode::KD_NS
