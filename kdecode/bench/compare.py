@@ -62,7 +62,7 @@ class Arm(Protocol):
     def agree(
         self, prompt_ids: Sequence[int], reference_token_ids: Sequence[int]
     ) -> Sequence[AgreementStep]:
-        """Teacher-forced: the choice at each reference token, on the path that the arm decodes on."""
+        """Teacher-forced: the choice at each reference token, on the arm's own decode path."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class CompareSettings:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run that counts. arm: 0 or 1. A pair is the runs with one block, prompt and pair number."""
+    """One run that counts. arm: 0 or 1. A pair shares its block, prompt and pair number."""
 
     block: int
     prompt: int
