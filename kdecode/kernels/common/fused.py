@@ -19,6 +19,13 @@ MAX_TOP_K = 64
 MAX_EXPERTS = 4096
 
 
+def refuse_device(problem: Problem) -> list[str]:
+    """Reasons that concern the device."""
+    if problem.device == "cpu":
+        return []
+    return [f"The native kernels run on the cpu; the device is {problem.device}."]
+
+
 def refuse_rows(problem: Problem) -> list[str]:
     """Reasons that concern the number of rows."""
     if problem.rows is None:

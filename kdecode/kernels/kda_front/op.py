@@ -1,0 +1,51 @@
+"""kda_front: a KDA layer from the residual mix to the gated output of its heads.
+
+    attn_mix = MIX(prefix, snapshots)             residual mix; a copy of prefix without one
+    attn_in  = RMSNorm(attn_mix; input_norm)      fp32 statistics and weight, rounded once
+    kda_proj = bf16(in_proj attn_in)              columns q, k, v, gate, f_a, b
+    kda_qkv  = bf16(SiLU(sum_j conv[j] sample[j]))        q, k, v; samples: window, then kda_proj
+    z        = bf16(f_b f_a) + dt_bias
+    kda_decay g = lower_bound sigmoid(exp(A_log) z)       or -exp(A_log) softplus(z)
+    kda_beta    = sigmoid(b)
+    q, k     = L2-normalised per head (eps 1e-6 on the sum), q times K^-1/2
+    u        = beta (v - k^T diag(e^g) S)
+    S        = diag(e^g) S + k u^T                fp32, one pass to read and one to write
+    kda_out  = bf16(q^T diag(e^g) S_old + (q k) u)        which is q^T S
+    attn_out = bf16(RMSNorm(kda_out; o_norm) sigmoid(gate))     gate: columns, or bf16(g_b g_a)
+
+Rows of one slot must follow each other, oldest token first; each sees the state that the one before
+it left. The convolution window and the state of the rows' slots move by one token a row; no other
+slot is read or written.
+
+Phases: mix and norm (rows are split) | tiles of in_proj | heads, each with all rows.
+"""
+
+from __future__ import annotations
+
+from kdecode.kernels.contract import OpContract, Tolerance
+
+CONTRACT = OpContract(
+    name="kda_front",
+    covers=(
+        "attn_mix",
+        "attn_norm",
+        "kda_in_proj",
+        "kda_conv",
+        "kda_gate",
+        "kda_step",
+        "kda_out_norm",
+    ),
+    reads=("prefix", "snapshots", "row_slot"),
+    writes=(
+        "attn_mix",
+        "attn_in",
+        "kda_proj",
+        "kda_qkv",
+        "kda_decay",
+        "kda_beta",
+        "kda_out",
+        "attn_out",
+    ),
+    mutates=("caches.conv", "caches.recurrent"),
+    tolerance=Tolerance(rtol=2e-2, atol=2e-2, rms_ratio=1e-2),
+)
