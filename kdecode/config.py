@@ -1,21 +1,31 @@
 """Model and engine configuration: frozen dataclasses, no torch.
 
-Owns the translation of a released ``config.json`` (nested under ``text_config`` or flat) into the
-settings that the maths needs, and refuses every setting it does not know that could change the
-maths. It is the only module that reads environment variables.
+Owns what the maths and the engine can be told, and the limits of every value. The released
+``config.json`` is translated in `config_checkpoint`. This is the only module that reads environment
+variables.
 """
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 LayerKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
+DecodeBackend = Literal["auto", "latency_specialized"]
+Isa = Literal["avx512", "avx2", "portable"]
+CacheDtype = Literal["bf16", "fp8"]
+
+# Input columns that share one scale of an MXFP4 weight.
+MXFP4_GROUP = 32
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the setting, its value and the limit."""
+    """A configuration that cannot be run; the message has the setting, its value and the limit."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +129,116 @@ class ModelConfig:
 
     def is_snapshot_layer(self, layer: int) -> bool:
         return self.attn_res_block is not None and layer % self.attn_res_block == 0
+
+    @classmethod
+    def from_checkpoint(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
+        """A released ``config.json``: the file, its directory, or its decoded content.
+
+        Raises ConfigError for a missing, impossible or unknown setting.
+        """
+        from kdecode.config_checkpoint import parse_model, read_json
+
+        return parse_model(source if isinstance(source, Mapping) else read_json(Path(source)))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine runs a model. Every value is checked when the object is made.
+
+    num_threads: None for every core the process may use. isa: None for the best one there is.
+    cache_scale: scale of an fp8 latent cache (stored = x / scale) for checkpoints without one.
+    max_step_tokens: tokens of one step, i.e. the largest chunk of a prompt. cache_budget_bytes:
+    memory of pages and slots, None for what max_requests requests of max_context_tokens need.
+    """
+
+    decode_backend: DecodeBackend = "auto"
+    device: str = "cpu"
+    num_threads: int | None = None
+    isa: Isa | None = None
+    cache_dtype: CacheDtype = "bf16"
+    cache_scale: float | None = None
+    page_tokens: int = 64
+    max_context_tokens: int = 4096
+    max_requests: int = 8
+    max_step_tokens: int = 512
+    cache_budget_bytes: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("decode_backend", self.decode_backend, get_args(DecodeBackend))
+        check_choice("device", self.device, ("cpu",))
+        check_choice("cache_dtype", self.cache_dtype, get_args(CacheDtype))
+        if self.isa is not None:
+            check_choice("isa", self.isa, get_args(Isa))
+        for name in ("page_tokens", "max_context_tokens", "max_requests", "max_step_tokens"):
+            check_int(name, getattr(self, name), at_least=1)
+        for name in ("num_threads", "cache_budget_bytes"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        check_int("seed", self.seed, at_least=0)
+        if self.cache_scale is not None:
+            if self.cache_dtype != "fp8":
+                raise ConfigError(
+                    f"cache_scale is {self.cache_scale!r} but cache_dtype is {self.cache_dtype!r}; "
+                    "only an fp8 cache has a scale."
+                )
+            check_number("cache_scale", self.cache_scale, above=0.0)
+
+    def resolved_threads(self) -> int:
+        """Threads to use: as set, else the cores this process may run on."""
+        return self.num_threads or len(os.sched_getaffinity(0))
+
+    def layer_cache_scale(self, layer: int, checkpoint_scale: float | None) -> float:
+        """The scale of a layer's latent cache; 1 for bf16. The checkpoint's own comes first.
+
+        Raises ConfigError for an fp8 cache that nobody has given a scale: guessing 1 costs accuracy
+        in a way that no error shows.
+        """
+        if self.cache_dtype == "bf16":
+            return 1.0
+        scale = checkpoint_scale if checkpoint_scale is not None else self.cache_scale
+        if scale is None:
+            raise ConfigError(
+                f"cache_dtype is 'fp8', but the checkpoint has no k_scale for layer {layer} and "
+                "cache_scale is not set. Set cache_scale to the scale of the latent cache "
+                "(stored = x / scale), or cache_dtype to 'bf16'."
+            )
+        return scale
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What kdecode takes from the environment of the process."""
+
+    # KDECODE_CACHE_DIR: where generated models are kept.
+    cache_dir: Path
+
+
+def environment() -> Environment:
+    """Reads the environment variables; nothing else in kdecode does."""
+    cache_dir = os.environ.get("KDECODE_CACHE_DIR")
+    return Environment(Path(cache_dir) if cache_dir else Path.home() / ".cache" / "kdecode")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+
+
+def check_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number.")
+    if value < at_least or (at_most is not None and value > at_most):
+        limit = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ConfigError(f"{name} is {value}; it must be {limit}.")
+    return value
+
+
+def check_number(
+    name: str, value: object, *, above: float = -math.inf, below: float = math.inf
+) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}; it must be a finite number.")
+    if not above < value < below:
+        raise ConfigError(f"{name} is {value}; it must be above {above} and below {below}.")
+    return float(value)

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "kdecode"
 
 # Module prefix -> the kdecode modules it may import (prefixes).
 RULES: dict[str, tuple[str, ...]] = {
-    "config": (),
+    "config": ("config",),
     "model.reference": (
         "config",
         "model.parameters",
