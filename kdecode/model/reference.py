@@ -17,7 +17,7 @@ stages around them, `forward`, and gives every stage its name: callers import fr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -202,9 +202,11 @@ class RequestState:
 
     windows: KDA layers, [W - 1, 3D] raw samples. recurrent: KDA layers, [H, K, V] wide.
     rows: MLA layers, [num_tokens, kv_rank + rope_dim] as the cache keeps them (`store_rows`).
+    cache_scale: of an fp8 cache, for layers whose checkpoint has no k_scale.
     """
 
     cache_dtype: CacheDtype = "bf16"
+    cache_scale: float = 1.0
     num_tokens: int = 0
     windows: dict[int, Tensor] = field(default_factory=dict)
     recurrent: dict[int, Tensor] = field(default_factory=dict)
@@ -212,10 +214,13 @@ class RequestState:
 
     @staticmethod
     def new(
-        config: ModelConfig, rounding: Rounding, cache_dtype: CacheDtype = "bf16"
+        config: ModelConfig,
+        rounding: Rounding,
+        cache_dtype: CacheDtype = "bf16",
+        cache_scale: float = 1.0,
     ) -> RequestState:
         """The state before the first token."""
-        state = RequestState(cache_dtype)
+        state = RequestState(cache_dtype, cache_scale)
         empty = rounding.narrow(torch.zeros(0))
         kda, mla = config.kda, config.mla
         for layer, kind in enumerate(config.layer_kinds):
@@ -230,12 +235,11 @@ class RequestState:
 
     def clone(self) -> RequestState:
         """An independent copy; tensors are shared, because nothing writes into them."""
-        return RequestState(
-            self.cache_dtype,
-            self.num_tokens,
-            dict(self.windows),
-            dict(self.recurrent),
-            dict(self.rows),
+        return replace(
+            self,
+            windows=dict(self.windows),
+            recurrent=dict(self.recurrent),
+            rows=dict(self.rows),
         )
 
 
@@ -317,7 +321,7 @@ def _mla(
     """attn_in [T, M] -> attn_out [T, H*v_dim]; appends to the layer's cache rows."""
     mla = config.mla
     proj = mla_in_proj(p, attn_in, rounding)
-    scale = 1.0 if p.k_scale is None else float(p.k_scale)
+    scale = state.cache_scale if p.k_scale is None else float(p.k_scale)
     inserted = store_rows(mla_insert(p, mla, proj, rounding), state.cache_dtype, scale)
     state.rows[layer] = stored = torch.cat([state.rows[layer], inserted])
     query = mla_query(p, mla, proj, rounding)

@@ -131,3 +131,6 @@ def test_fp8_cache_of_a_model(scale: float) -> None:
     assert state.rows[3].dtype == torch.float8_e4m3fn
     assert_close(logits, gold, Tolerance(rtol=0.0, atol=0.5, rms_ratio=0.1), "logits")
     assert not torch.equal(logits, gold)
+    # The same scale from the engine's settings, for a checkpoint that has none.
+    state = reference.RequestState.new(config, GOLD, "fp8", cache_scale=scale)
+    assert torch.equal(reference.forward(parameters, config, ids, state, GOLD), logits)
