@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kdecode.config import ModelConfig
+from kdecode.config import CacheDtype, ModelConfig
 from kdecode.model.parameters import (
     KdaParameters,
     LayerParameters,
@@ -55,7 +55,6 @@ from kdecode.model.reference_kda import (
     kda_step,
 )
 from kdecode.model.reference_mla import (
-    CacheDtype,
     load_rows,
     mla_attend,
     mla_columns,
@@ -74,7 +73,6 @@ __all__ = [
     "GOLD",
     "GOLD32",
     "ROUNDED",
-    "CacheDtype",
     "KdaForm",
     "Options",
     "RequestState",

@@ -6,16 +6,14 @@ A cache row is [latent after its norm | unrotated key part]; formulas in docs/mo
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kdecode.config import MlaConfig
+from kdecode.config import CacheDtype, MlaConfig
 from kdecode.model.parameters import MlaParameters
 from kdecode.model.reference_common import Rounding, linear, rms_norm
-
-CacheDtype = Literal["bf16", "fp8"]
 
 FP8_MAX = 448.0  # largest E4M3 number
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kdecode.config import Activation, MoeConfig
+from kdecode.model.mxfp4 import dequantise
 from kdecode.model.parameters import ExpertWeight, MlpParameters, MoeParameters, Mxfp4
 from kdecode.model.reference_common import Rounding, gated_mlp, linear, rms_norm
 
@@ -77,8 +78,4 @@ def shared_mlp(
 
 
 def _dense(weight: ExpertWeight) -> Tensor:
-    if not isinstance(weight, Mxfp4):
-        return weight
-    from kdecode.model.mxfp4 import dequantise
-
-    return dequantise(weight)
+    return dequantise(weight) if isinstance(weight, Mxfp4) else weight

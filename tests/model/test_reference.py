@@ -18,6 +18,7 @@ from kdecode.model.parameters import (
     MlaParameters,
     MlpParameters,
     MoeParameters,
+    Mxfp4,
 )
 from kdecode.model.reference import GOLD, GOLD32, ROUNDED, Rounding
 from kdecode.testing.cases import random_parameters, tiny_k3, tiny_linear
@@ -271,6 +272,38 @@ def test_experts_are_the_weighted_sum_of_each() -> None:
             product = 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
             expected += weights[row, place] * (p.w2[expert].double() @ product)
         assert_close(out[row], expected, EXACT, f"row {row}")
+
+
+def test_mxfp4_experts_are_their_dequantised_weights() -> None:
+    """Codes and scales decoded here by the format's definition: low nibble first, 2^(s - 127)."""
+    config = tiny_k3()
+    p = _moe(config)
+    generator = torch.Generator().manual_seed(0)
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+    def quantised() -> tuple[Mxfp4, Tensor]:
+        packed = torch.randint(0, 256, (32, 16), generator=generator, dtype=torch.uint8)
+        scale = torch.randint(122, 127, (32, 1), generator=generator, dtype=torch.uint8)
+        rows = []
+        for row in range(32):
+            nibbles = [n for byte in packed[row].tolist() for n in (byte & 15, byte >> 4)]
+            factor = 2.0 ** (int(scale[row, 0]) - 127)
+            rows.append([(-1) ** (n >> 3) * magnitudes[n & 7] * factor for n in nibbles])
+        return Mxfp4(packed, scale), torch.tensor(rows, dtype=torch.float64)
+
+    pairs = [[quantised() for _ in range(8)] for _ in range(3)]
+    packed = dict(zip(("w1", "w3", "w2"), (tuple(q for q, _ in x) for x in pairs), strict=True))
+    dense = dict(zip(("w1", "w3", "w2"), (tuple(d for _, d in x) for x in pairs), strict=True))
+    z = _randn(4, 32)
+    ids = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 0], [7, 3, 1]], dtype=torch.int32)
+    weights = _randn(4, 3, seed=1).abs()
+    outs = [
+        reference.experts(
+            dataclasses.replace(p, **tensors), config.activation, z, ids, weights, GOLD
+        )
+        for tensors in (packed, dense)
+    ]
+    assert torch.equal(*outs)
 
 
 def test_latent_norm_acts_on_the_summed_experts() -> None:
