@@ -1,0 +1,150 @@
+"""The step loop: schedule, execute, commit, tell.
+
+Owns the order of these four, the clock and each request's text. Does not know models: a worker is
+anything that executes a scheduled step. A step that raises ends the requests it served, and no
+others; what they held is free again before the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kdecode.engine.request import FinishReason, Output, Request
+from kdecode.engine.sampling import BadLogits
+from kdecode.engine.scheduler import ScheduledStep, Scheduler
+from kdecode.engine.text import TextStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a worker found. tokens and logits [R, vocab]: a row for each of `step.chooses`.
+
+    path: what served the step, and why it was not the specialised path.
+    """
+
+    tokens: Sequence[int | BadLogits]
+    logits: Tensor
+    path: tuple[str, str]
+
+
+class StepWorker(Protocol):
+    def execute(self, step: ScheduledStep) -> StepResult: ...
+
+
+@dataclass(frozen=True)
+class Event:
+    """Progress of one request. token_id None: it ended without a new token (abort, error).
+
+    text: what can be shown now; empty while a character or a stop string is undecided. logits
+    [vocab]: what the token was chosen from, for requests that follow a given reply.
+    """
+
+    number: int
+    token_id: int | None
+    text: str
+    logits: Tensor | None
+    finish_reason: FinishReason | None
+
+
+class StepLoop:
+    """Runs requests step by step; single-threaded, and every step is complete when it returns."""
+
+    def __init__(
+        self, scheduler: Scheduler, worker: StepWorker, clock: Callable[[], int] | None = None
+    ) -> None:
+        self.scheduler = scheduler
+        self._worker = worker
+        self._clock = clock or time.perf_counter_ns
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[int, TextStream] = {}
+
+    def add(self, request: Request, text: TextStream) -> None:
+        """Takes a request in. Raises RequestError if it could never run."""
+        self.scheduler.add(request)
+        self._requests[request.number] = request
+        self._texts[request.number] = text
+
+    def abort(self, number: int) -> None:
+        """Ends a request, wherever it is; nothing happens when it has ended already."""
+        request = self._requests[number]
+        if not request.is_finished:
+            self.scheduler.finish(request, "abort")
+            self._texts[number].close()
+
+    def collect(self, number: int) -> Output:
+        """The output of a finished request, which the loop then forgets."""
+        request = self._requests[number]
+        if request.finish_reason is None:
+            raise RuntimeError(f"request {number} is in {request.state}; it has no output yet.")
+        del self._requests[number]
+        return Output(
+            prompt_ids=request.prompt_ids,
+            token_ids=tuple(request.output_ids),
+            text=self._texts.pop(number).text,
+            finish_reason=request.finish_reason,
+            timing=request.timing,
+            decode_steps=dict(request.decode_steps),
+            num_preemptions=request.num_preemptions,
+            error=request.error,
+        )
+
+    def step(self) -> list[Event]:
+        """One step, and what it meant to each request that got a token or ended.
+
+        No events: a chunk without a choice ran, or nothing is left (`scheduler.has_work`).
+        """
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        begin = self._clock()
+        try:
+            result = self._worker.execute(step)
+        except BaseException as error:
+            self.scheduler.fail(step, f"{type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
+            log.exception("a step of %d requests broke", len(step.shares))
+            return [self._event(share.request, None, None) for share in step.shares]
+        end = self._clock()
+        for share, scheduled in zip(step.shares, step.batch.requests, strict=True):
+            if scheduled.is_decode:
+                share.request.decode_steps[result.path] += 1
+            else:
+                share.request.timing.prefill_ns += end - begin
+        self.scheduler.commit(step, result.tokens)
+        events = []
+        for row, (request, token) in enumerate(zip(step.chooses, result.tokens, strict=True)):
+            if isinstance(token, BadLogits):
+                events.append(self._event(request, None, None))
+                continue
+            timing = request.timing
+            timing.token_ns.append(end)
+            if timing.prefill_end_ns is None:
+                timing.prefill_end_ns = end
+            is_followed = request.forced_ids is not None
+            events.append(self._event(request, token, result.logits[row] if is_followed else None))
+        return events
+
+    def _event(self, request: Request, token: int | None, logits: Tensor | None) -> Event:
+        """Moves the request's text on, and ends the request at a stop string."""
+        text = self._texts[request.number]
+        shown = ""
+        # A token that ended the request is not part of its text.
+        if token is not None and request.finish_reason != "stop":
+            can_stop = len(request.output_ids) >= request.params.min_tokens
+            shown = text.push(token, can_stop=can_stop)
+        if text.is_stopped and not request.is_finished:
+            self.scheduler.finish(request, "stop")
+        if request.is_finished:
+            shown += text.close()
+        if text.is_stopped and request.finish_reason == "length":
+            request.finish_reason = "stop"
+        return Event(request.number, token, shown, logits, request.finish_reason)

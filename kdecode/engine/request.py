@@ -1,0 +1,177 @@
+"""A request: what was asked for, how far it is, and what came out of it.
+
+Owns sampling parameters and their limits, the life cycle and its legal moves, and the record that a
+finished request leaves. Does not know how steps are composed (`scheduler`) or run (`worker`).
+
+Life cycle: waiting -> prefill -> decode -> finished. A preempted request goes back to waiting with
+every token it has, is prefilled again over all of them, and continues with the next one. `abort`
+and errors lead to finished from anywhere. A request is in decode once the tokens it had when it was
+admitted are in the caches: that is its state, and no count of tokens stands in for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+RequestState = Literal["waiting", "prefill", "decode", "finished"]
+FinishReason = Literal["length", "stop", "abort", "error"]
+
+_MOVES: dict[RequestState, tuple[RequestState, ...]] = {
+    "waiting": ("prefill", "finished"),
+    "prefill": ("decode", "waiting", "finished"),
+    "decode": ("waiting", "finished"),
+    "finished": (),
+}
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the message names the value and the limit."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    temperature 0 takes the largest logit, the lowest id of equal ones. top_k 0, top_p 1 and min_p 0
+    are off; the three act in this order on the probabilities at the given temperature. seed None:
+    the engine derives one, the same in every run of the same engine seed. Neither an end token nor
+    a stop string ends a request before min_tokens; end tokens are not even sampled. ignore_eos
+    leaves the model's own end token without effect, not those of stop_token_ids.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1.")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, "
+                f"{self.max_tokens}."
+            )
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature is {self.temperature}; it must be 0 or more.")
+        if self.top_k < 0:
+            raise RequestError(f"top_k is {self.top_k}; it must be 0 (off) or more.")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p is {self.min_p}; it must be from 0 to 1.")
+        if isinstance(self.stop, str):
+            raise RequestError(f"stop is the text {self.stop!r}; it must be a tuple of texts.")
+        if any(not text for text in self.stop):
+            raise RequestError("stop has an empty text, which every output would match.")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass
+class Timing:
+    """When things happened, in nanoseconds of `time.perf_counter_ns`.
+
+    start_ns: the request was handed to the engine. prefill_end_ns: its first token was known.
+    token_ns: arrival of each token. prefill_ns: time inside the steps that prefilled this request,
+    again after a preemption included.
+    """
+
+    start_ns: int
+    prefill_end_ns: int | None = None
+    token_ns: list[int] = field(default_factory=list)
+    prefill_ns: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One user generation, from the moment it is handed in.
+
+    number: order of arrival; the lower one is older. end_token_ids: tokens that end it, the model's
+    own included unless ignored. seed: of its random draws. forced_ids: a reply that is followed
+    instead of the model's choice, to read the logits along it.
+    """
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    end_token_ids: frozenset[int]
+    seed: int
+    timing: Timing
+    forced_ids: tuple[int, ...] | None = None
+    state: RequestState = "waiting"
+    output_ids: list[int] = field(default_factory=list)
+    # Tokens whose cache entries exist, the slot that holds the state, the pages that hold the rest.
+    num_cached: int = 0
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+    # Decode steps that served this request, by (path, reason why not the specialised one).
+    decode_steps: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that are not in the caches yet; one for a request that decodes."""
+        return self.num_tokens - self.num_cached
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most tokens it can put into the caches: its last token never gets there."""
+        return len(self.prompt_ids) + self.params.max_tokens - 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state == "finished"
+
+    def pending_ids(self, count: int) -> tuple[int, ...]:
+        """The next `count` tokens that have to be computed."""
+        begin, end, prompt = self.num_cached, self.num_cached + count, len(self.prompt_ids)
+        if begin >= prompt:
+            return tuple(self.output_ids[begin - prompt : end - prompt])
+        return (*self.prompt_ids[begin:end], *self.output_ids[: max(0, end - prompt)])
+
+    def move(self, state: RequestState) -> None:
+        if state not in _MOVES[self.state]:
+            raise RuntimeError(f"request {self.number} cannot go from {self.state} to {state}.")
+        self.state = state
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        self.move("finished")
+        self.finish_reason = reason
+        self.error = error
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a finished request produced.
+
+    token_ids: every token, a token that ended it included. text: the decoded tokens, without an end
+    token and without a stop string or what follows it. error: set when finish_reason is "error".
+    decode_steps: decode steps by (path, reason).
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    timing: Timing
+    decode_steps: dict[tuple[str, str], int]
+    num_preemptions: int = 0
+    error: str | None = None

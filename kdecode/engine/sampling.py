@@ -1,0 +1,107 @@
+"""From logits to tokens: greedy and random choice, one row a request.
+
+A row's choice depends on its logits, its parameters, its seed and its position, and on nothing
+else: batch mates, preemption and the number of earlier draws in the process do not matter. Logits
+come in as fp32; probabilities are fp64, so that sums over a large vocabulary do not bend the cut of
+top_p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdecode.engine.request import SamplingParams
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One row's choice. position: the new token's in the request. banned_ids: never chosen."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+    banned_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BadLogits:
+    """A row that has no choice; the message says why."""
+
+    message: str
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | BadLogits]:
+    """A token for each row of logits [R, vocab]; a row of bad numbers spoils no other row."""
+    if logits.shape[0] != len(draws):
+        raise ValueError(f"There are {logits.shape[0]} rows of logits for {len(draws)} requests.")
+    if not draws:
+        return []
+    # The maximum is NaN when any logit is; argmax is the first of equal ones.
+    tops, best = logits.max(dim=-1)
+    chosen: list[int | BadLogits] = []
+    for row, (top, token) in enumerate(zip(tops.tolist(), best.tolist(), strict=True)):
+        draw = draws[row]
+        if not abs(top) < float("inf"):
+            chosen.append(BadLogits(f"the largest of {logits.shape[1]} logits is {top}"))
+        elif draw.params.is_greedy and token not in draw.banned_ids:
+            chosen.append(token)
+        else:
+            chosen.append(_choose(logits[row], draw))
+    return chosen
+
+
+def _choose(logits: Tensor, draw: Draw) -> int | BadLogits:
+    if draw.banned_ids:
+        logits = logits.clone()
+        logits[list(draw.banned_ids)] = float("-inf")
+        if float(logits.max()) == float("-inf"):
+            return BadLogits("min_tokens bans every token that has a finite logit")
+    if draw.params.is_greedy:
+        return int(logits.argmax())
+    probabilities = filtered_probabilities(logits, draw.params)
+    generator = torch.Generator().manual_seed(stream_seed(draw.seed, draw.position))
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def filtered_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [vocab] fp64 that the next token is drawn from, for a temperature above 0.
+
+    top_k keeps the k largest, top_p the fewest of those whose sum reaches it, min_p those of at
+    least so much of the largest; the lower id wins between equal ones. The largest always stays.
+    """
+    scaled = (logits.double() - logits.double().max()) / params.temperature
+    probabilities = torch.softmax(scaled, dim=-1)
+    if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
+        return probabilities
+    ordered, ids = torch.sort(probabilities, descending=True, stable=True)
+    if 0 < params.top_k < ordered.numel():
+        ordered[params.top_k :] = 0.0
+    if params.top_p < 1.0:
+        share = ordered / ordered.sum()
+        before = share.cumsum(0) - share
+        before[0] = 0.0
+        ordered[before >= params.top_p] = 0.0
+    if params.min_p > 0.0:
+        ordered[ordered < params.min_p * ordered[0]] = 0.0
+    kept = torch.zeros_like(probabilities).scatter_(0, ids, ordered)
+    return kept / kept.sum()
+
+
+def stream_seed(seed: int, position: int) -> int:
+    """A generator seed for one draw: neighbouring seeds and positions give unrelated ones."""
+    mixed = _splitmix(_splitmix(seed & _MASK) ^ (position & _MASK))
+    # torch takes seeds of 63 bits without wrapping them.
+    return mixed >> 1
+
+
+def _splitmix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,246 @@
+"""Which requests run in the next step, and with how many tokens.
+
+Owns admission, chunks, preemption and the accounting of slots and pages: every request that runs
+has its slot and the pages of the tokens it is about to compute, by construction. Does not know
+models, logits or text. First come, first served; decode before prefill.
+
+When a decode step finds no free page, the youngest running request gives all of its back and waits
+to be computed again. The oldest request is therefore never held up, and each request alone fits
+(`add` refuses the others), so the engine always advances.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kdecode.cache.batch import StepBatch, StepRequest
+from kdecode.cache.budget import pages_for
+from kdecode.cache.caches import Caches
+from kdecode.config import ConfigError
+from kdecode.engine.request import FinishReason, Request, RequestError
+from kdecode.engine.sampling import BadLogits
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """max_step_tokens: tokens of one step. max_context_tokens: prompt and reply of one request.
+
+    can_mix: prefill chunks may share a step with decode rows. Off, the two kinds alternate, so that
+    decode steps are pure and a long prompt delays each of them by one chunk at most.
+    """
+
+    max_step_tokens: int
+    max_context_tokens: int
+    can_mix: bool = False
+
+
+@dataclass(frozen=True)
+class Share:
+    """A request's part of a step. has_choice: the step computes its last known token."""
+
+    request: Request
+    num_tokens: int
+    has_choice: bool
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """What the worker runs. Its batch is a copy: later changes of requests do not reach it."""
+
+    shares: tuple[Share, ...]
+    batch: StepBatch
+
+    @property
+    def chooses(self) -> tuple[Request, ...]:
+        """The requests that get a token from this step, in row order."""
+        return tuple(share.request for share in self.shares if share.has_choice)
+
+    @property
+    def has_decode(self) -> bool:
+        return any(request.is_decode for request in self.batch.requests)
+
+
+class Scheduler:
+    """Requests between arrival and end. `schedule` and then `commit` (or `fail`) make one step."""
+
+    def __init__(self, caches: Caches, limits: SchedulerLimits) -> None:
+        if limits.max_step_tokens < caches.num_slots:
+            raise ConfigError(
+                f"max_step_tokens is {limits.max_step_tokens}; a decode step of all "
+                f"{caches.num_slots} slots needs as many."
+            )
+        self._caches = caches
+        self._limits = limits
+        # Both oldest first.
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._was_decode = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> None:
+        """Takes a request in. Raises RequestError if it could never run."""
+        prompt, reply = len(request.prompt_ids), request.params.max_tokens
+        if prompt == 0:
+            raise RequestError("The prompt has no tokens; at least 1 is needed.")
+        if prompt + reply > self._limits.max_context_tokens:
+            raise RequestError(
+                f"A prompt of {prompt:,} tokens with max_tokens {reply:,} makes "
+                f"{prompt + reply:,}; max_context_tokens is {self._limits.max_context_tokens:,}."
+            )
+        needed = self._pages_for(request.max_total_tokens)
+        if needed > self._caches.num_pages:
+            raise RequestError(
+                f"A prompt of {prompt:,} tokens with max_tokens {reply:,} needs {needed:,} pages "
+                f"of {self._caches.page_tokens} tokens; the cache has {self._caches.num_pages:,}."
+            )
+        self._waiting.append(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step; None when there is nothing to do."""
+        decoding = [request for request in self._running if request.state == "decode"]
+        is_prefill_turn = self._was_decode or not decoding
+        shares: list[Share] = []
+        if self._limits.can_mix or not is_prefill_turn:
+            shares = self._decode_shares()
+        if self._limits.can_mix or is_prefill_turn:
+            self._admit()
+            shares += self._prefill_shares(self._limits.max_step_tokens - len(shares))
+        if not shares:
+            # A prefill turn without a prompt to prefill.
+            shares = self._decode_shares()
+        self._was_decode = any(share.request.state == "decode" for share in shares)
+        if not shares:
+            return None
+        return ScheduledStep(tuple(shares), StepBatch(tuple(map(_step_request, shares))))
+
+    def commit(self, step: ScheduledStep, tokens: Sequence[int | BadLogits]) -> None:
+        """Records a step that ran: `tokens` are those of `step.chooses`, in its order."""
+        chosen = iter(tokens)
+        for share in step.shares:
+            request = share.request
+            token = next(chosen) if share.has_choice else None
+            if request.is_finished:
+                continue
+            request.num_cached += share.num_tokens
+            if isinstance(token, BadLogits):
+                self.finish(request, "error", token.message)
+            elif token is not None:
+                self._take(request, token)
+
+    def fail(self, step: ScheduledStep, error: str) -> None:
+        """Ends every request of a step that broke: their caches are in an unknown state."""
+        for share in step.shares:
+            if not share.request.is_finished:
+                self.finish(share.request, "error", error)
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a request wherever it is and frees all that it holds."""
+        if request.state == "waiting":
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+            self._release(request)
+        request.finish(reason, error)
+
+    def _take(self, request: Request, token: int) -> None:
+        if request.state == "prefill":
+            request.move("decode")
+        request.output_ids.append(token)
+        count = len(request.output_ids)
+        if token in request.end_token_ids and count >= request.params.min_tokens:
+            self.finish(request, "stop")
+        elif count == request.params.max_tokens:
+            self.finish(request, "length")
+
+    def _admit(self) -> None:
+        """Moves waiting requests in, oldest first, while a slot and pages for all they know exist.
+
+        A page for each running request that still grows stays free: a newcomer that takes the last
+        one would be the first to be preempted.
+        """
+        while self._waiting and self._caches.slot_pool.num_free:
+            request = self._waiting[0]
+            growing = sum(
+                len(other.pages) < self._pages_for(other.max_total_tokens)
+                for other in self._running
+            )
+            needed = self._pages_for(request.num_tokens)
+            if needed + growing > self._caches.page_pool.num_free:
+                return
+            self._waiting.popleft()
+            request.move("prefill")
+            request.slot = self._caches.allocate_slot()
+            request.pages = list(self._caches.page_pool.allocate(needed))
+            self._running.append(request)
+
+    def _decode_shares(self) -> list[Share]:
+        shares = []
+        for request in list(self._running):
+            if request.state == "decode" and self._grow(request):
+                shares.append(Share(request, 1, has_choice=True))
+        return shares
+
+    def _prefill_shares(self, budget_tokens: int) -> list[Share]:
+        shares = []
+        for request in self._running:
+            if request.state != "prefill" or budget_tokens == 0:
+                continue
+            count = min(request.num_pending, budget_tokens)
+            budget_tokens -= count
+            shares.append(Share(request, count, has_choice=count == request.num_pending))
+        return shares
+
+    def _grow(self, request: Request) -> bool:
+        """Makes room for one more token, by preemption if need be; False if `request` had to go."""
+        if len(request.pages) * self._caches.page_tokens > request.num_cached:
+            return True
+        while not self._caches.page_pool.num_free:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.pages += self._caches.page_pool.allocate()
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._release(request)
+        request.move("waiting")
+        request.num_preemptions += 1
+        # The youngest that ran is older than all that wait.
+        self._waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        assert request.slot is not None
+        self._caches.free_slot(request.slot)
+        self._caches.page_pool.free(request.pages)
+        request.slot, request.pages, request.num_cached = None, [], 0
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return pages_for(num_tokens, self._caches.page_tokens)
+
+
+def _step_request(share: Share) -> StepRequest:
+    request = share.request
+    assert request.slot is not None
+    return StepRequest(
+        token_ids=request.pending_ids(share.num_tokens),
+        start=request.num_cached,
+        slot=request.slot,
+        pages=tuple(request.pages),
+        is_decode=request.state == "decode",
+        needs_logits=share.has_choice,
+    )
