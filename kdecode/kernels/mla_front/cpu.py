@@ -65,7 +65,8 @@ def refuse(problem: Problem) -> list[str]:
         )
     if problem.cache_dtype not in CACHE_DTYPES:
         reasons.append(
-            f"Native MLA caches are {' or '.join(CACHE_DTYPES)}; {problem.cache_dtype} was asked for."
+            f"Native MLA caches are {' or '.join(CACHE_DTYPES)}; "
+            f"{problem.cache_dtype} was asked for."
         )
     return reasons
 

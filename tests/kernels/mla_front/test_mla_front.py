@@ -1,0 +1,232 @@
+"""mla_front against the reference stages that it covers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import attention_cases as cases
+import pytest
+import torch
+
+from kdecode.kernels.common.native import Pool, supported_isas
+from kdecode.kernels.mla_front import cpu
+from kdecode.kernels.mla_front.op import CONTRACT
+from kdecode.model import reference as ref
+from kdecode.testing.compare import assert_close, bit_equal
+from kdecode.testing.poison import poison_tail_, poisoned
+
+ISAS = supported_isas()
+LAYER = 3  # after two snapshots
+SCALE = 0.37
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return Pool(2)
+
+
+class Run:
+    """One prepared step on its own pages: everything but the requests' tokens is poisoned.
+
+    positions: of each row; requests: which request a row belongs to (its own by default). cache:
+    (pages, tables) to work on instead of new ones.
+    """
+
+    def __init__(self, config, setting, inputs, positions, requests=None, *, cache=None):
+        self.config, self.setting, self.positions = config, setting, positions
+        self.requests = list(range(len(positions))) if requests is None else requests
+        self.scale = SCALE if setting.cache_dtype == "fp8" else 1.0
+        self.parameters = cases.layer_parameters(config, LAYER)
+        if cache is None:
+            self._fill_pages()
+        else:
+            self.pages, self.tables = cache
+        self.buffers = cases.buffers_of(config, LAYER, inputs, setting)
+        table = [self.tables[request] for request in self.requests]
+        self.buffers["row_pages"] = torch.tensor(table, dtype=torch.int32)
+        self.buffers["row_position"] = torch.tensor(positions, dtype=torch.int32)
+        self.buffers.caches = SimpleNamespace(pages={LAYER: self.pages}, scales={LAYER: self.scale})
+        problem = setting.problem(config, LAYER, len(positions))
+        assert cpu.refuse(problem) == []
+        packed = cases.pack_layer(self.parameters, config)
+        self.step = cpu.prepare(problem, packed, self.buffers)
+
+    def _fill_pages(self):
+        """Scattered pages with random rows below the first new token of each request."""
+        page_tokens, width = self.setting.page_tokens, self.config.mla.cache_width
+        max_pages = -(-self.setting.max_context_tokens // page_tokens)
+        num_requests = max(self.requests) + 1
+        order = torch.randperm(num_requests * max_pages + 3, generator=cases.generator(5))
+        dtype = cpu.CACHE_DTYPES[self.setting.cache_dtype]
+        self.pages = poisoned((len(order), page_tokens, width), dtype)
+        self.tables, self.stored = [], []
+        for request in range(num_requests):
+            own = [p for p, r in zip(self.positions, self.requests, strict=True) if r == request]
+            start = min(own)
+            used = max(own) // page_tokens + 1
+            table = order[request * max_pages :][:max_pages].tolist()
+            rows = cases.rows_of((start, width), 300 + request)
+            stored = ref.store_rows(rows, self.setting.cache_dtype, self.scale)
+            for position in range(start):
+                page = table[position // page_tokens]
+                self.pages[page, position % page_tokens] = stored[position]
+            poison_tail_(self.pages, table[:used], start)
+            # Entries behind the context are no page numbers at all, as the runner leaves them.
+            self.tables.append(table[:used] + [-1] * (max_pages - used))
+            self.stored.append(stored)
+
+    def run(self):
+        cases.run_poisoned(self.step, self.buffers)
+
+    def cached(self, row):
+        """The cache row that this row inserted."""
+        position = self.positions[row]
+        page = self.tables[self.requests[row]][position // self.setting.page_tokens]
+        return self.pages[page, position % self.setting.page_tokens]
+
+
+def reference_values(run, inputs):
+    """The covered stages: buffers by name, and the inserted cache rows."""
+    p, config, rounding = run.parameters, run.config, ref.ROUNDED
+    mla = config.mla
+    mixed = ref.attn_mix(p.attn_mix, inputs[-1], inputs[:-1], config.rms_eps, rounding)
+    attn_in = ref.attn_norm(mixed, p.input_norm, config.rms_eps, rounding)
+    proj = ref.mla_in_proj(p.attention, attn_in, rounding)
+    query = ref.mla_query(p.attention, mla, proj, rounding)
+    inserted = ref.mla_insert(p.attention, mla, proj, rounding)
+    inserted = ref.store_rows(inserted, run.setting.cache_dtype, run.scale)
+    latent = torch.empty(len(query), mla.num_heads, mla.kv_rank, dtype=torch.bfloat16)
+    for request, stored in enumerate(run.stored):
+        rows = [row for row, other in enumerate(run.requests) if other == request]
+        cached = torch.cat([stored.view(torch.uint8), inserted[rows].view(torch.uint8)])
+        cached = ref.load_rows(cached.view(stored.dtype), rounding, run.scale)
+        latent[rows] = ref.mla_attend(mla, query[rows], cached, len(stored), rounding)
+    values = {
+        "attn_mix": mixed,
+        "attn_in": attn_in,
+        "mla_proj": proj,
+        "mla_query": query,
+        "mla_latent": latent,
+        "attn_out": ref.mla_value(p.attention, mla, latent, proj, rounding),
+    }
+    return values, inserted
+
+
+CONTEXTS = [[0], [15], [16, 0, 17, 62, 63, 64, 65, 130]]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("form", "size", "positions"),
+    [
+        *(("k3", "small", positions) for positions in CONTEXTS),
+        ("linear", "small", [5, 127, 128]),
+        ("k3", "uneven", [70, 9]),
+        ("linear", "uneven", [31]),
+        ("k3", "wide", [100]),
+    ],
+)
+def test_values_and_pages(isa, cache_dtype, form, size, positions, pool):
+    config = cases.model(form, size)
+    inputs = cases.inputs_of(config, LAYER, len(positions))
+    run = Run(config, cases.Setting(isa, pool, cache_dtype), inputs, positions)
+    before = run.pages.clone()
+    run.run()
+    values, inserted = reference_values(run, inputs)
+    cases.compare(run.buffers, values, CONTRACT.tolerance)
+    rope = config.mla.kv_rank
+    for row in range(len(positions)):
+        cached = run.cached(row)
+        # The normed half may differ by a rounding, which is up to 1/8 of a number in fp8.
+        limit = replace(CONTRACT.tolerance, rtol=0.13 if cache_dtype == "fp8" else 2e-2)
+        assert_close(cached[:rope], inserted[row, :rope], limit, f"row {row} latent")
+        columns = ref.mla_columns(run.parameters.attention, config.mla, run.buffers["mla_proj"])
+        copied = ref.store_rows(columns.key_rest[row], cache_dtype, run.scale)
+        bit_equal(cached[rope:], copied, f"row {row} rope part")
+        cached.copy_(before[0, 0])  # so that only the others remain to be compared
+        page = run.tables[row][positions[row] // 16]
+        before[page, positions[row] % 16] = before[0, 0]
+    bit_equal(run.pages, before, "other cache rows")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp8"])
+def test_a_long_context(isa, cache_dtype, pool):
+    """Splits of two rounds, the last one incomplete."""
+    config = cases.model("k3", "small")
+    setting = cases.Setting(isa, pool, cache_dtype, page_tokens=64, max_context_tokens=4096)
+    assert cpu.split_tokens(setting.max_context_tokens) == 128
+    positions = [2047, 1999]
+    inputs = cases.inputs_of(config, LAYER, len(positions))
+    run = Run(config, setting, inputs, positions)
+    run.run()
+    cases.compare(run.buffers, reference_values(run, inputs)[0], CONTRACT.tolerance)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_scores_of_any_size(isa, pool):
+    """Scores of a few hundred: nothing overflows, and one token takes it all."""
+    config = cases.model("linear", "small")
+    inputs = cases.inputs_of(config, LAYER, 1)
+    run = Run(config, cases.Setting(isa, pool), inputs, [90])
+    run.stored[0] = run.stored[0] * 64
+    for position, cached in enumerate(run.stored[0]):
+        run.pages[run.tables[0][position // 16], position % 16] = cached
+    run.run()
+    cases.compare(run.buffers, reference_values(run, inputs)[0], CONTRACT.tolerance)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp8"])
+def test_a_row_does_not_depend_on_the_others(isa, cache_dtype, pool):
+    """Eight rows, three of them consecutive tokens of one request, equal eight steps of one."""
+    config = cases.model("k3", "uneven")
+    positions, requests = [70, 3, 62, 63, 64, 0, 15, 16], [0, 1, 2, 2, 2, 3, 4, 5]
+    inputs = cases.inputs_of(config, LAYER, 8)
+    setting = cases.Setting(isa, pool, cache_dtype)
+    together = Run(config, setting, inputs, positions, requests)
+    pages = together.pages.clone()
+    together.run()
+    for row, request in enumerate(requests):
+        cache = (pages, [together.tables[request]])
+        one = slice(row, row + 1)
+        alone = Run(config, setting, inputs[:, one], positions[one], cache=cache)
+        alone.run()
+        for name in CONTRACT.writes:
+            bit_equal(together.buffers[name][row], alone.buffers[name][0], f"row {row} {name}")
+    bit_equal(together.pages, pages, "pages")
+
+
+def test_threads_do_not_change_a_bit(pool):
+    config = cases.model("k3", "uneven")
+    positions = [200, 90]
+    inputs = cases.inputs_of(config, LAYER, len(positions))
+    runs = []
+    for threads in (Pool(1), pool, Pool(5, True)):
+        runs.append(Run(config, cases.Setting(ISAS[0], threads), inputs, positions))
+        runs[-1].run()
+    for other in runs[1:]:
+        for name in CONTRACT.writes:
+            bit_equal(other.buffers[name], runs[0].buffers[name], name)
+
+
+def test_refusals(pool):
+    config = cases.model("k3", "small")
+    mla = replace(config.mla, rope_dim=8, v_dim=0, kv_rank=1024, q_rank=7, nope_dim=512)
+    problem = cases.Setting(ISAS[0], pool).problem(replace(config, mla=mla), LAYER, 0)
+    reasons = cpu.refuse(replace(problem, device="cuda", cache_dtype="int4"))
+    text = "\n".join(reasons)
+    assert len(reasons) == 8
+    for part in (
+        "device is cuda",
+        "this plan has 0",
+        "rope_dim is 8",
+        "v_dim is 0",
+        "rank 7 is odd",
+        "model's have 1032",
+        "model's have 520",
+        "int4 was asked for",
+    ):
+        assert part in text
