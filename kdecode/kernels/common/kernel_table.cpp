@@ -1,10 +1,6 @@
 #include "kernel_table.h"
 
-#ifdef KD_STEPS_HEADER
-#include KD_STEPS_HEADER
-#else
 #include "steps.h"
-#endif
 #include "tile_dot.h"
 
 #define KD_TEXT_OF(x) #x

@@ -8,11 +8,7 @@
 #include "bind.h"
 #include "kernel_table.h"
 #include "probe.h"
-#ifdef KD_STEPS_HEADER
-#include KD_STEPS_HEADER
-#else
 #include "steps.h"
-#endif
 
 namespace kdecode {
 

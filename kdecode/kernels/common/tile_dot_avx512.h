@@ -17,6 +17,17 @@ inline __m512 dot_pair(__m512 acc, __m512i weights, const bf16* x) {
   return _mm512_dpbf16_ps(acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
 }
 
+// With few rows a loop waits for memory, and the hardware prefetcher does better alone; from here on it waits for arithmetic, so
+// that too few loads are in flight for the prefetcher to keep up.
+constexpr int kPrefetchRows = 3;
+constexpr std::int64_t kPrefetchBytes = 2048;
+
+// Fetches the 64-byte line that is kPrefetchBytes after `offset` of `size` bytes at `data`, or the last one.
+inline void prefetch_line(const void* data, std::int64_t offset, std::int64_t size) {
+  const std::int64_t ahead = offset + kPrefetchBytes;
+  _mm_prefetch(static_cast<const char*>(data) + (ahead < size ? ahead : size - 1), _MM_HINT_T0);
+}
+
 template <int kRows>
 void dot_bf16_rows(const bf16* lines, std::int64_t pairs, const bf16* const* x, float* y) {
   // Even and odd pairs apart: two chains a row hide the latency of one.
@@ -24,6 +35,10 @@ void dot_bf16_rows(const bf16* lines, std::int64_t pairs, const bf16* const* x, 
   for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
   std::int64_t p = 0;
   for (; p + 2 <= pairs; p += 2) {
+    if (kRows >= kPrefetchRows) {
+      prefetch_line(lines, p * 64, pairs * 64);
+      prefetch_line(lines, p * 64 + 64, pairs * 64);
+    }
     const __m512i first = _mm512_loadu_si512(lines + p * 32);
     const __m512i second = _mm512_loadu_si512(lines + p * 32 + 32);
     for (int r = 0; r < kRows; ++r) {
@@ -63,6 +78,7 @@ void dot_mxfp4_rows(const std::uint8_t* codes, const std::uint8_t* scales, std::
 #pragma GCC unroll 4
     for (int block = 0; block < 4; ++block) {
       const __m512i line = _mm512_loadu_si512(codes + group * 256 + block * 64);
+      if (kRows >= kPrefetchRows) prefetch_line(codes, group * 256 + block * 64, groups * 256);
       const std::int64_t column = group * 32 + block * 8;
       const __m512i w0 = decode<0>(line, table);
       for (int r = 0; r < kRows; ++r) even[r] = dot_pair(even[r], w0, x[r] + column);
