@@ -63,12 +63,15 @@ class Buffers(dict[str, torch.Tensor]):
     """Named tensors of one plan. Static plans allocate them once; the standard path replaces them.
 
     ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on;
-    ``pool`` the threads of native steps.
+    ``pool`` the threads of native steps. The standard path also has ``step``, the step's
+    `common.step.StepTensors`, and ``scratch``, the `linear.product.Scratch` of its products.
     """
 
     batch: Any
     caches: Any
     pool: Any
+    step: Any
+    scratch: Any
 
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16

@@ -19,7 +19,28 @@ _NATIVE = (
     "head",
 )
 
-TABLE: dict[tuple[str, str], str] = {(op, "cpu"): f"kdecode.kernels.{op}.cpu" for op in _NATIVE}
+# The ops of the standard path.
+_TORCH = (
+    "embed",
+    "attn_res",
+    "rms_norm",
+    "projection",
+    "kda_conv",
+    "kda_gate",
+    "kda_recurrence",
+    "kda_out_norm",
+    "mla_attention",
+    "residual",
+    "mlp",
+    "route",
+    "experts",
+    "latent_up",
+)
+
+TABLE: dict[tuple[str, str], str] = {
+    **{(op, "cpu"): f"kdecode.kernels.{op}.cpu" for op in _NATIVE},
+    **{(op, "torch"): f"kdecode.kernels.{op}.torch_impl" for op in _TORCH},
+}
 
 
 def implementation(op: str, impl: str) -> Implementation:

@@ -1,0 +1,231 @@
+"""The `auto` backend: the standard forward in torch, for any step.
+
+Prefill in chunks, decode and both mixed, any number of rows: one step a stage, but for latent
+attention, which is one. Implementations are chosen when the plan is built; a run derives the
+batch's metadata once and launches the steps. Rounding points are those of the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kdecode.cache.batch import StepBatch
+from kdecode.cache.caches import Caches
+from kdecode.config import EngineConfig, ModelConfig
+from kdecode.decode.buffers import value_buffers
+from kdecode.decode.plan import Buffer, DecodePlan, Step
+from kdecode.decode.step_tensors import derive
+from kdecode.decode.traffic import stage_weight_bytes
+from kdecode.kernels import table
+from kdecode.kernels.attn_res.op import MixWeights
+from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.linear.product import Scratch
+from kdecode.kernels.mlp.op import MlpWeights
+from kdecode.kernels.projection.op import ProjectionWeights
+from kdecode.kernels.residual.op import ResidualUse
+from kdecode.kernels.rms_norm.op import NormWeights
+from kdecode.model.layout import PackedKda, PackedMlp, PackedModel, PackedMoe
+
+
+def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -> DecodePlan:
+    """The plan of every step that no other backend serves. Run it with `run_standard`."""
+    config = packed.config
+    specs = _buffer_specs(config)
+    buffers = Buffers()
+    buffers.caches = caches
+    buffers.scratch = Scratch(engine.device)
+    builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs))
+    steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
+    for layer in range(config.num_layers):
+        steps += builder.attention(layer)
+        steps += builder.mlp(layer)
+    steps += builder.head()
+    return DecodePlan(
+        backend="auto",
+        config=config,
+        rows=None,
+        rows_per_request=1,
+        steps=tuple(steps),
+        buffer_specs=specs,
+        buffers=buffers,
+    )
+
+
+def run_standard(plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
+    """One step: moves the caches, returns logits [requests that need them, vocab] fp32.
+
+    Raises StepError, with nothing written, for a batch that names what does not exist.
+    """
+    buffers = plan.buffers
+    device = buffers.scratch.device
+    buffers.batch = batch
+    buffers.step = derive(batch, plan.config, buffers.caches, device)
+    with torch.no_grad():
+        plan.run()
+    return buffers["logits"]
+
+
+def _buffer_specs(config: ModelConfig) -> tuple[Buffer, ...]:
+    shape = (config.num_snapshots + 1, "T", config.hidden_size)
+    return (*value_buffers(config, "T"), Buffer("residual_stack", shape, torch.bfloat16))
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Turns stages into steps, in order."""
+
+    packed: PackedModel
+    engine: EngineConfig
+    buffers: Buffers
+    names: frozenset[str]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.packed.config
+
+    def step(
+        self,
+        op: str,
+        layer: int | None,
+        covers: tuple[str, ...],
+        weights: Any,
+        reads: tuple[str, ...] = (),
+        writes: tuple[str, ...] = (),
+    ) -> Step:
+        """Prepares one step. reads, writes: empty for those of the op's contract."""
+        contract = table.contract(op)
+        problem = self._problem(layer)
+        implementation = table.implementation(op, "torch")
+        reasons = implementation.refuse(problem)
+        if reasons:
+            raise ValueError(f"The standard path cannot run {op}: {' '.join(reasons)}")
+        return Step(
+            layers=(layer,),
+            covers=covers,
+            op=op,
+            impl="torch",
+            reads=self._present(reads or contract.reads),
+            writes=self._present(writes or contract.writes),
+            run=implementation.prepare(problem, weights, self.buffers).run,
+            tolerance=contract.tolerance,
+            weight_bytes=sum(stage_weight_bytes(self.packed, layer, stage) for stage in covers),
+        )
+
+    def attention(self, layer: int) -> Iterator[Step]:
+        entry, config = self.packed.layers[layer], self.config
+        weights = entry.attention
+        before = _snapshots_before(config, layer)
+        yield self._mix(layer, "attn_mix", entry.attn_mix, before)
+        yield self._norm(layer, "attn_norm", entry.input_norm, ("attn_mix", "attn_in"))
+        if isinstance(weights, PackedKda):
+            yield self._project(layer, "kda_in_proj", weights.in_proj, ("attn_in", "kda_proj"))
+            yield self.step("kda_conv", layer, ("kda_conv",), weights)
+            yield self.step("kda_gate", layer, ("kda_gate",), weights)
+            yield self.step("kda_recurrence", layer, ("kda_step",), weights)
+            yield self.step("kda_out_norm", layer, ("kda_out_norm",), weights)
+        else:
+            yield self._project(layer, "mla_in_proj", weights.in_proj, ("attn_in", "mla_proj"))
+            covers = table.contract("mla_attention").covers
+            yield self.step("mla_attention", layer, covers, weights)
+        yield self._project(layer, "attn_out_proj", weights.o_proj, ("attn_out", "attn_delta"))
+        use = ResidualUse("attn_delta", before, is_push=config.is_snapshot_layer(layer))
+        yield self._add(layer, "attn_residual", use)
+
+    def mlp(self, layer: int) -> Iterator[Step]:
+        entry = self.packed.layers[layer]
+        count = _snapshots_before(self.config, layer + 1)
+        yield self._mix(layer, "mlp_mix", entry.mlp_mix, count)
+        yield self._norm(layer, "mlp_norm", entry.post_norm, ("mlp_mix", "mlp_in"))
+        if isinstance(entry.mlp, PackedMlp):
+            yield self._gated(layer, "dense_mlp", entry.mlp, "mlp_delta")
+            yield self._add(layer, "mlp_residual", ResidualUse("mlp_delta", count))
+        else:
+            yield from self._moe(layer, entry.mlp, count)
+
+    def head(self) -> Iterator[Step]:
+        packed, count = self.packed, self.config.num_snapshots
+        yield self._mix(None, "final_mix", packed.final_mix, count)
+        yield self._norm(None, "head_norm", packed.norm, ("final_mix", "head_in"))
+        yield self._project(None, "head", packed.head, ("head_in", "logits"), torch.float32)
+
+    def _moe(self, layer: int, moe: PackedMoe, num_snapshots: int) -> Iterator[Step]:
+        yield self.step("route", layer, ("route",), moe)
+        is_latent = moe.latent_down is not None
+        if moe.latent_down is not None:
+            yield self._project(layer, "latent_down", moe.latent_down, ("mlp_in", "latent"))
+        source = "latent" if is_latent else "mlp_in"
+        reads = (source, "route_ids", "route_weights")
+        yield self.step("experts", layer, ("experts",), moe, reads)
+        if is_latent:
+            yield self.step("latent_up", layer, ("latent_up",), moe)
+        shared = None
+        if moe.shared is not None:
+            shared = "shared"
+            yield self._gated(layer, "shared_mlp", moe.shared, shared)
+        delta = "routed" if is_latent else "expert_sum"
+        yield self._add(layer, "mlp_residual", ResidualUse(delta, num_snapshots, shared=shared))
+
+    def _mix(
+        self, layer: int | None, stage: str, weight: torch.Tensor | None, num_snapshots: int
+    ) -> Step:
+        weights = MixWeights(weight, num_snapshots, stage, is_logits_only=layer is None)
+        reads = ("prefix", "snapshots") if num_snapshots else ("prefix",)
+        return self.step("attn_res", layer, (stage,), weights, reads, (stage,))
+
+    def _norm(
+        self, layer: int | None, stage: str, weight: torch.Tensor, names: tuple[str, str]
+    ) -> Step:
+        weights = NormWeights(weight, *names)
+        return self.step("rms_norm", layer, (stage,), weights, names[:1], names[1:])
+
+    def _project(
+        self,
+        layer: int | None,
+        stage: str,
+        matrix: Matrix,
+        names: tuple[str, str],
+        kept_as: torch.dtype = torch.bfloat16,
+    ) -> Step:
+        weights = ProjectionWeights(matrix, *names, kept_as)
+        return self.step("projection", layer, (stage,), weights, names[:1], names[1:])
+
+    def _gated(self, layer: int, stage: str, mlp: PackedMlp, output: str) -> Step:
+        weights = MlpWeights(mlp.gate_up, mlp.down, output)
+        return self.step("mlp", layer, (stage,), weights, ("mlp_in",), (output,))
+
+    def _add(self, layer: int, stage: str, use: ResidualUse) -> Step:
+        reads, writes = ["prefix", use.delta], ["prefix"]
+        if use.shared is not None:
+            reads.append(use.shared)
+            writes.append("mlp_delta")
+        if use.is_push:
+            writes.append("snapshots")
+        return self.step("residual", layer, (stage,), use, tuple(reads), tuple(writes))
+
+    def _present(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Without the buffers that this model does not have."""
+        return tuple(name for name in names if name in self.names)
+
+    def _problem(self, layer: int | None) -> Problem:
+        engine = self.engine
+        return Problem(
+            config=self.config,
+            layer=layer,
+            rows=None,
+            rows_per_request=1,
+            device=engine.device,
+            cache_dtype=engine.cache_dtype,
+            page_tokens=engine.page_tokens,
+            max_context_tokens=engine.max_context_tokens,
+            isa="",
+        )
+
+
+def _snapshots_before(config: ModelConfig, layer: int) -> int:
+    """Snapshots that the layers below this one have pushed."""
+    return 0 if config.attn_res_block is None else -(-layer // config.attn_res_block)

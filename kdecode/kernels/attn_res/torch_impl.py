@@ -1,0 +1,59 @@
+"""attn_res in torch.
+
+Snapshots and prefix lie behind one another in ``residual_stack`` [S + 1, R, M], so the sources of a
+mix are one slice of it and nothing is concatenated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdecode.kernels.attn_res.op import MixWeights
+from kdecode.kernels.contract import Buffers, Prepared, Problem
+
+# Rows of a mix that are widened to fp32 at a time.
+_BLOCK_ROWS = 128
+
+
+def refuse(problem: Problem) -> list[str]:
+    return []
+
+
+def prepare(problem: Problem, weights: MixWeights, buffers: Buffers) -> Prepared:
+    return _Mix(weights, problem.config.rms_eps, buffers)
+
+
+@dataclass(frozen=True)
+class _Mix:
+    weights: MixWeights
+    eps: float
+    buffers: Buffers
+
+    def run(self) -> None:
+        buffers, weights = self.buffers, self.weights
+        step = buffers.step
+        is_all = not weights.is_logits_only or step.num_logits == step.num_rows
+        if weights.weight is None or weights.num_snapshots == 0:
+            prefix = buffers["prefix"]
+            buffers[weights.output] = prefix if is_all else prefix[step.logits_rows]
+            return
+        sources = buffers["residual_stack"][: weights.num_snapshots + 1]
+        if not is_all:
+            sources = sources[:, step.logits_rows]
+        if sources.shape[1] <= _BLOCK_ROWS:
+            buffers[weights.output] = mix(sources, weights.weight, self.eps)
+            return
+        blocks = torch.split(sources, _BLOCK_ROWS, dim=1)
+        buffers[weights.output] = torch.cat([mix(x, weights.weight, self.eps) for x in blocks])
+
+
+def mix(sources: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """sources [S + 1, R, M] bf16, weight [M] fp32 -> [R, M] bf16."""
+    wide = sources.float()
+    scale = wide.square().mean(-1).add_(eps).rsqrt_()  # [S + 1, R]
+    share = torch.softmax((wide @ weight).mul_(scale), dim=0)
+    mixed = torch.bmm(share.T.unsqueeze(1), wide.transpose(0, 1))  # [R, 1, M]
+    return mixed.squeeze(1).to(torch.bfloat16)

@@ -1,0 +1,57 @@
+"""Derived metadata of one step, as tensors: what the ops of the standard path read.
+
+`decode/auto.py` derives it from a `StepBatch`, once a step; a later step never sees it. Knows no
+requests' life cycles and no caches: slots, pages and cache rows are numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RequestSpan:
+    """The rows [first, last) of one request, and where its caches are.
+
+    start: tokens cached before this step. pages: int64 page numbers of its start + (last - first)
+    tokens, no more. first_page: the first of them when they are consecutive, else None.
+    """
+
+    first: int
+    last: int
+    start: int
+    slot: int
+    pages: Tensor
+    first_page: int | None
+
+    @property
+    def num_rows(self) -> int:
+        return self.last - self.first
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens in the cache once this step's are inserted."""
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """Index tensors are int64, on the plan's device.
+
+    token_ids, cache_rows (page * page_tokens + place): one a row [R]. Requests with one new token
+    are ``single`` whatever their phase, the others ``multi``; ``single_rows`` and ``single_slots``
+    [len(single)] are the former's rows and slots. logits_rows: the last row of every request that
+    needs logits.
+    """
+
+    num_rows: int
+    token_ids: Tensor
+    cache_rows: Tensor
+    single: tuple[RequestSpan, ...]
+    multi: tuple[RequestSpan, ...]
+    single_rows: Tensor
+    single_slots: Tensor
+    logits_rows: Tensor
+    num_logits: int

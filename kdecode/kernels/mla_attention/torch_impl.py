@@ -1,0 +1,165 @@
+"""mla_attention in torch: scaled_dot_product_attention in the form that costs less.
+
+Decode rows: the heads are the query positions of one attention over the shared cache rows, so the
+rows are read once for all heads. Chunks: absorbed while short, expanded above `_is_expanded`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kdecode.config import MlaConfig
+from kdecode.kernels.common.norm import rms_norm
+from kdecode.kernels.common.step import RequestSpan
+from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.linear.product import (
+    Linear,
+    make_head_linear,
+    make_linear,
+    unpack_copy,
+)
+from kdecode.kernels.mla_attention.rows import CacheRows
+
+# Expanded keys and values that exist at a time; heads are taken in groups of this size.
+_EXPANDED_BYTES = 128 * 2**20
+
+
+def refuse(problem: Problem) -> list[str]:
+    return []
+
+
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
+    """weights: the packed MLA layer."""
+    assert problem.layer is not None
+    mla, scratch = problem.config.mla, buffers.scratch
+    caches, layer = buffers.caches, problem.layer
+    return _Attention(
+        mla=mla,
+        weights=weights,
+        q_b=None if weights.q_b is None else make_linear(weights.q_b, scratch),
+        absorb=make_head_linear(weights.w_uk, mla.num_heads, scratch),
+        value=make_head_linear(weights.w_uv, mla.num_heads, scratch),
+        cache=CacheRows(caches.pages[layer], caches.scales[layer]),
+        buffers=buffers,
+    )
+
+
+@dataclass(frozen=True)
+class _Attention:
+    mla: MlaConfig
+    weights: Any
+    q_b: Linear | None
+    absorb: Linear
+    value: Linear
+    cache: CacheRows
+    buffers: Buffers
+
+    def run(self) -> None:
+        mla, step = self.mla, self.buffers.step
+        gate_width = mla.num_heads * mla.v_dim if mla.has_output_gate else 0
+        proj = self.buffers["mla_proj"]
+        sizes = [
+            proj.shape[1] - mla.cache_width - gate_width,
+            mla.kv_rank,
+            mla.rope_dim,
+            gate_width,
+        ]
+        query, latent, key_rest, gate = torch.split(proj, sizes, dim=-1)
+        normed = rms_norm(latent, self.weights.kv_norm, mla.latent_norm_eps)
+        self.cache.insert(step.cache_rows, torch.cat([normed, key_rest], dim=-1))
+        heads = self._query(query)
+        if not step.multi:
+            value = self._single(heads)
+        else:
+            value = heads.new_empty(step.num_rows, mla.num_heads, mla.v_dim)
+            if step.single:
+                rows = step.single_rows
+                value.index_copy_(0, rows, self._single(heads[rows]))
+            for span in step.multi:
+                value[span.first : span.last] = self._span(heads[span.first : span.last], span)
+        out = value.flatten(1)
+        if gate_width:
+            out = (out * gate.float().sigmoid_()).to(out.dtype)
+        self.buffers["attn_out"] = out
+
+    def _query(self, columns: Tensor) -> Tensor:
+        """[R, H, qk_dim], before absorption."""
+        if self.q_b is not None:
+            columns = self.q_b(rms_norm(columns, self.weights.q_norm, self.mla.latent_norm_eps))
+        return columns.reshape(-1, self.mla.num_heads, self.mla.qk_dim)
+
+    def _absorbed(self, heads: Tensor) -> Tensor:
+        """[R, H, qk_dim] -> [R, H, cache_width]."""
+        nope, rest = torch.split(heads, [self.mla.nope_dim, self.mla.rope_dim], dim=-1)
+        return torch.cat([self.absorb(nope), rest], dim=-1)
+
+    def _single(self, heads: Tensor) -> Tensor:
+        """One row of each request: [R, H, qk_dim] -> values [R, H, v_dim]."""
+        query = self._absorbed(heads)
+        spans = self.buffers.step.single
+        latents = [self._decode(query[row], span) for row, span in enumerate(spans)]
+        return self.value(torch.stack(latents))
+
+    def _decode(self, query: Tensor, span: RequestSpan) -> Tensor:
+        """query [H, cache_width] -> latent [H, kv_rank]: heads as positions, a group a thread."""
+        groups = _head_groups(self.mla.num_heads, query.device)
+        rows = self.cache.gather(span).expand(1, groups, -1, -1)
+        grouped = query.view(1, groups, -1, query.shape[-1])
+        out = F.scaled_dot_product_attention(grouped, rows, rows, scale=self.mla.qk_dim**-0.5)
+        return out.flatten(0, 2)[:, : self.mla.kv_rank]
+
+    def _span(self, heads: Tensor, span: RequestSpan) -> Tensor:
+        """The rows of one request: [T, H, qk_dim] -> values [T, H, v_dim]."""
+        rows = self.cache.gather(span)
+        if self._is_expanded(span.num_rows):
+            return self._expanded(heads, rows, span)
+        query = self._absorbed(heads).transpose(0, 1).unsqueeze(0)  # [1, H, T, width]
+        shared = rows.expand(1, self.mla.num_heads, -1, -1)
+        out = _causal(query, shared, shared, span.start, self.mla.qk_dim**-0.5)
+        return self.value(out[0, :, :, : self.mla.kv_rank].transpose(0, 1))
+
+    def _is_expanded(self, tokens: int) -> bool:
+        """Whether expanding a cache row costs less than what it saves over ``tokens`` queries."""
+        mla = self.mla
+        saved = 2 * mla.cache_width - 2 * mla.qk_dim
+        return tokens * saved > mla.kv_rank * (mla.nope_dim + mla.v_dim)
+
+    def _expanded(self, heads: Tensor, rows: Tensor, span: RequestSpan) -> Tensor:
+        """Plain attention with keys and values of each head. rows [C, width] -> [T, H, v_dim]."""
+        mla, context = self.mla, rows.shape[0]
+        latent, rest = torch.split(rows, [mla.kv_rank, mla.rope_dim], dim=-1)
+        w_uk = unpack_copy(self.weights.w_uk).view(mla.num_heads, mla.kv_rank, mla.nope_dim)
+        w_uv = unpack_copy(self.weights.w_uv).view(mla.num_heads, mla.v_dim, mla.kv_rank)
+        group = max(1, _EXPANDED_BYTES // (context * mla.qk_dim * 4))
+        outs = []
+        for begin in range(0, mla.num_heads, group):
+            own = slice(begin, begin + group)
+            expanded = torch.matmul(latent, w_uk[own])  # [h, C, nope_dim]
+            keys = torch.cat([expanded, rest.expand(expanded.shape[0], -1, -1)], dim=-1)
+            values = torch.matmul(latent, w_uv[own].transpose(1, 2))  # [h, C, v_dim]
+            # One head width for keys and values is what torch's fused CPU attention takes.
+            padded = F.pad(values, (0, mla.qk_dim - mla.v_dim))
+            query = heads[:, own].transpose(0, 1).unsqueeze(0)
+            attended = _causal(query, keys[None], padded[None], span.start, mla.qk_dim**-0.5)
+            outs.append(attended[0, :, :, : mla.v_dim])
+        return torch.cat(outs).transpose(0, 1)
+
+
+def _head_groups(heads: int, device: torch.device) -> int:
+    """As many equal groups of heads as there are threads to take one; 1 elsewhere than on a CPU."""
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    return next(groups for groups in range(min(threads, heads), 0, -1) if heads % groups == 0)
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:
+    """Attention of positions start .. start + T - 1 over the first start + T keys."""
+    if start == 0:
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+    tokens, context = query.shape[-2], keys.shape[-2]
+    mask = torch.ones(tokens, context, dtype=torch.bool, device=query.device).tril_(start)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)

@@ -1,0 +1,19 @@
+"""route: the experts of each row and their weights, fp32.
+
+    s = sigmoid(x W^T);  ids = top N of s + bias;  w = s[ids] / (sum s[ids] + 1e-20) scaling
+
+The bias only selects. Of equal biased scores the lowest expert is first.
+"""
+
+from __future__ import annotations
+
+from kdecode.kernels.contract import OpContract, Tolerance
+
+CONTRACT = OpContract(
+    name="route",
+    covers=("route",),
+    reads=("mlp_in",),
+    writes=("route_ids", "route_weights"),
+    mutates=(),
+    tolerance=Tolerance(rtol=1e-4, atol=1e-6, rms_ratio=1e-4),
+)

@@ -1,0 +1,44 @@
+"""route in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdecode.config import MoeConfig
+from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.linear.product import Linear, make_linear
+
+_EPS = 1e-20
+
+
+def refuse(problem: Problem) -> list[str]:
+    return []
+
+
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
+    """weights: the packed mixture of experts."""
+    scores = make_linear(weights.router, buffers.scratch, torch.float32)
+    return _Route(scores, weights.router_bias, problem.config.moe, buffers)
+
+
+@dataclass(frozen=True)
+class _Route:
+    product: Linear
+    bias: Tensor  # [E] fp32
+    moe: MoeConfig
+    buffers: Buffers
+
+    def run(self) -> None:
+        scores = self.product(self.buffers["mlp_in"]).sigmoid_()  # [R, E]
+        # topk leaves the order of equal scores open; a stable sort does not.
+        order = torch.sort(scores + self.bias, dim=-1, descending=True, stable=True).indices
+        ids = order[:, : self.moe.top_k]
+        weights = scores.gather(-1, ids)
+        if self.moe.is_renormalized:
+            weights /= weights.sum(-1, keepdim=True) + _EPS
+        self.buffers["route_ids"] = ids.to(torch.int32)
+        self.buffers["route_weights"] = weights.mul_(self.moe.routed_scaling)
