@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.common.native import Pool, supported_isas
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -73,3 +74,20 @@ def random_matrix() -> Callable[..., RandomMatrix]:
         return _mxfp4(rows, cols, generator, scale_bytes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def pool() -> Pool:
+    """One thread: on a busy machine a second one costs a time slice at every barrier."""
+    return Pool(1)
+
+
+@pytest.fixture(scope="session")
+def two_threads() -> Pool:
+    """For the tests whose point it is, whatever the machine has."""
+    return Pool(2, can_oversubscribe=True)
+
+
+@pytest.fixture(params=supported_isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
