@@ -1,9 +1,9 @@
 """MXFP4: E2M1 codes, one E8M0 scale for 32 consecutive input columns.
 
 Owns packing, unpacking and dequantising of canonical weights (codes U8 [out, in/2], the low nibble
-is the even column; scales U8 [out, in/32], value 2^(s - 127)). Dequantising is exact: every product
-of a code and a scale is a bf16 number. Rounds in one place, `pack`: to the nearest code, ties to the
-even one. Does not know tile layouts (`kernels/common/matrix.py`).
+is the even column; scales U8 [out, in/32], value 2^(s - 127)). Dequantising is exact: a code has
+two significant bits. Rounds in one place, `pack`: to the nearest code, ties to the even one. Does
+not know tile layouts (`kernels/common/matrix.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from kdecode.config import MXFP4_GROUP
 from kdecode.model.parameters import Mxfp4
 
 SCALE_BIAS = 127
-# Scale bytes that are no scale: 2^-127 is subnormal in fp32 and bf16, 255 is NaN.
-MIN_SCALE, MAX_SCALE = 1, 254
+# Scale bytes that no weight file may have: 0 decodes differently in different engines, 255 is NaN.
+INVALID_SCALES = (0, 255)
+# Scales that `pack` makes: with the largest one, the code 6 is still a finite bf16 number.
+MIN_SCALE, MAX_SCALE = 1, 252
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Midpoints between neighbouring magnitudes; a tie goes to the even code, so every second midpoint
@@ -34,7 +36,7 @@ def code_values() -> Tensor:
 def pack(weight: Tensor) -> Mxfp4:
     """Nearest MXFP4 weight of ``weight`` [out, in], with the smallest scales that clip nothing.
 
-    Raises ValueError for numbers that are not finite and for scales outside [1, 254].
+    Raises ValueError for numbers that are not finite and for scales outside [1, 252].
     """
     rows, cols = weight.shape
     if cols % MXFP4_GROUP:

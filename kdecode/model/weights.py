@@ -1,0 +1,331 @@
+"""Reading a released checkpoint: index, memory-mapped shards, canonical parameters.
+
+Owns the way from files to `model/parameters.py`. Opening a checkpoint reads headers only and checks
+everything that they say: every tensor that the configuration asks for is there with an accepted
+shape and dtype, no other one is, and the index and the shards agree. Values are checked when a
+layer is loaded. `finish` asserts that each tensor was taken exactly once.
+
+Matrices stay views of the mapped files. Small vectors are copied: convolution, A_log, dt_bias,
+o_norm and the router's bias to fp32 (exact from bf16), the other norms as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdecode.config import ModelConfig
+from kdecode.model.mxfp4 import INVALID_SCALES
+from kdecode.model.parameters import (
+    ExpertWeight,
+    KdaParameters,
+    LayerParameters,
+    MixParameters,
+    MlaParameters,
+    MlpParameters,
+    ModelParameters,
+    MoeParameters,
+    Mxfp4,
+)
+from kdecode.model.roster import (
+    LANGUAGE_PREFIX,
+    VISION_PREFIXES,
+    Slots,
+    TensorSpec,
+    layer_slots,
+    model_slots,
+)
+from kdecode.model.shards import CheckpointError, Shard, read_json_object
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointError", "CheckpointReader"]
+
+
+class CheckpointReader:
+    """A checkpoint directory: ``config``, and loaders that each serve a tensor once."""
+
+    def __init__(self, directory: str | Path, config: ModelConfig | None = None) -> None:
+        self.directory = Path(directory)
+        self.config = ModelConfig.from_checkpoint(self.directory) if config is None else config
+        self._shards, self._shard_of = _open_shards(self.directory)
+        self._prefix = _name_prefix(self.config, self._shard_of)
+        self._model = model_slots(self.config, self._prefix)
+        self._taken: set[str] = set()
+        self._check_roster()
+
+    def load_embed(self) -> Tensor:
+        """[vocab, M]."""
+        return self._take(self._model["embed"])
+
+    def load_head(self) -> tuple[MixParameters | None, Tensor, Tensor]:
+        """The final mix, the final norm [M] and the output matrix [vocab, M]."""
+        mix = self._mix(self._model, "final_mix")
+        return mix, self._copy(self._model["norm"]), self._take(self._model["lm_head"])
+
+    def load_layer(self, layer: int) -> LayerParameters:
+        """One layer's parameters. Its pages stay resident until `drop`."""
+        slots = layer_slots(self.config, layer, self._prefix)
+        is_kda = self.config.layer_kinds[layer] == "kda"
+        is_dense = self.config.mlp_kinds[layer] == "dense"
+        return LayerParameters(
+            input_norm=self._copy(slots["input_norm"]),
+            post_norm=self._copy(slots["post_norm"]),
+            attn_mix=self._mix(slots, "attn_mix"),
+            mlp_mix=self._mix(slots, "mlp_mix"),
+            attention=self._kda(slots) if is_kda else self._mla(slots),
+            mlp=self._gated(slots, "mlp") if is_dense else self._moe(slots),
+        )
+
+    def drop(self, layer: int) -> None:
+        """Gives the memory of a layer's tensors back; views of them stay valid."""
+        slots = layer_slots(self.config, layer, self._prefix)
+        self._drop(spec for spec in slots.values() if spec.name in self._shard_of)
+
+    def drop_outside(self) -> None:
+        """`drop` for the embedding and the head."""
+        self._drop(self._model.values())
+
+    @contextmanager
+    def layer(self, layer: int) -> Iterator[LayerParameters]:
+        """A layer's parameters; its pages are given back at the end of the block."""
+        try:
+            yield self.load_layer(layer)
+        finally:
+            self.drop(layer)
+
+    def iter_layers(self) -> Iterator[LayerParameters]:
+        """Every layer in order, each dropped before the next one is loaded."""
+        for number in range(self.config.num_layers):
+            with self.layer(number) as parameters:
+                yield parameters
+
+    def load_model(self) -> ModelParameters:
+        """The whole model as views of the mapped files; `finish` is included."""
+        embed = self.load_embed()
+        layers = tuple(self.load_layer(layer) for layer in range(self.config.num_layers))
+        final_mix, norm, lm_head = self.load_head()
+        self.finish()
+        return ModelParameters(embed, layers, final_mix, norm, lm_head)
+
+    def finish(self) -> None:
+        """Raises CheckpointError unless every tensor of the language model has been taken."""
+        left = [name for name in self._shard_of if name not in self._taken and not _is_vision(name)]
+        if left:
+            raise CheckpointError(
+                f"{self.directory}: {len(left)} of {len(self._shard_of)} tensors were never read, "
+                f"e.g. {', '.join(sorted(left)[:3])}."
+            )
+
+    def _check_roster(self) -> None:
+        """The headers against the configuration: names, shapes and dtypes."""
+        expected = {spec.name: spec for spec in self._model.values()}
+        for layer in range(self.config.num_layers):
+            slots = layer_slots(self.config, layer, self._prefix)
+            expected.update((spec.name, spec) for spec in slots.values())
+        for name, shard in self._shard_of.items():
+            if name in expected:
+                self._check_entry(shard, expected[name])
+            elif not _is_vision(name):
+                raise CheckpointError(
+                    f"{shard.path}, tensor {name}: the configuration has no such tensor."
+                )
+        for name, spec in expected.items():
+            if name not in self._shard_of and not spec.is_optional:
+                raise CheckpointError(
+                    f"{self.directory} has no tensor {name}; the configuration asks for "
+                    f"{spec.dtype} of shape {list(spec.shape)}."
+                )
+
+    def _check_entry(self, shard: Shard, spec: TensorSpec) -> None:
+        entry = shard.entries[spec.name]
+        if entry.shape not in spec.shapes:
+            wanted = " or ".join(str(list(shape)) for shape in spec.shapes)
+            raise CheckpointError(
+                f"{shard.path}, tensor {spec.name}: expected shape {wanted}, found "
+                f"{list(entry.shape)}."
+            )
+        if entry.dtype not in spec.dtypes:
+            raise CheckpointError(
+                f"{shard.path}, tensor {spec.name}: expected dtype {' or '.join(spec.dtypes)}, "
+                f"found {entry.dtype}."
+            )
+
+    def _take(self, spec: TensorSpec) -> Tensor:
+        if spec.name in self._taken:
+            raise CheckpointError(f"Tensor {spec.name} was asked for a second time.")
+        self._taken.add(spec.name)
+        return self._shard_of[spec.name].tensor(spec.name)
+
+    def _copy(self, spec: TensorSpec) -> Tensor:
+        return self._take(spec).clone()
+
+    def _float(self, spec: TensorSpec) -> Tensor:
+        return self._take(spec).to(torch.float32, copy=True)
+
+    def _drop(self, specs: Any) -> None:
+        names: dict[Shard, list[str]] = defaultdict(list)
+        for spec in specs:
+            names[self._shard_of[spec.name]].append(spec.name)
+        for shard, group in names.items():
+            shard.drop(group)
+
+    def _optional(self, slots: Slots, slot: str) -> Tensor | None:
+        return self._take(slots[slot]) if slot in slots else None
+
+    def _optional_copy(self, slots: Slots, slot: str) -> Tensor | None:
+        return self._copy(slots[slot]) if slot in slots else None
+
+    def _mix(self, slots: Slots, slot: str) -> MixParameters | None:
+        if f"{slot}.norm" not in slots:
+            return None
+        proj = self._copy(slots[f"{slot}.proj"])
+        return MixParameters(self._copy(slots[f"{slot}.norm"]), proj.view(-1))
+
+    def _gated(self, slots: Slots, slot: str) -> MlpParameters:
+        return MlpParameters(
+            *(self._take(slots[f"{slot}.{part}"]) for part in ("gate_proj", "up_proj", "down_proj"))
+        )
+
+    def _kda(self, slots: Slots) -> KdaParameters:
+        heads = self.config.kda.num_heads
+        conv = {
+            part: self._float(slots[f"attention.{part}_conv"]).squeeze(1)
+            for part in ("q", "k", "v")
+        }
+        return KdaParameters(
+            q_proj=self._take(slots["attention.q_proj"]),
+            k_proj=self._take(slots["attention.k_proj"]),
+            v_proj=self._take(slots["attention.v_proj"]),
+            g_proj=self._optional(slots, "attention.g_proj"),
+            g_a_proj=self._optional(slots, "attention.g_a_proj"),
+            g_b_proj=self._optional(slots, "attention.g_b_proj"),
+            f_a_proj=self._take(slots["attention.f_a_proj"]),
+            f_b_proj=self._take(slots["attention.f_b_proj"]),
+            b_proj=self._take(slots["attention.b_proj"]),
+            q_conv=conv["q"],
+            k_conv=conv["k"],
+            v_conv=conv["v"],
+            a_log=self._float(slots["attention.a_log"]).view(-1)[:heads].clone(),
+            dt_bias=self._float(slots["attention.dt_bias"]),
+            o_norm=self._float(slots["attention.o_norm"]),
+            o_proj=self._take(slots["attention.o_proj"]),
+        )
+
+    def _mla(self, slots: Slots) -> MlaParameters:
+        return MlaParameters(
+            q_proj=self._optional(slots, "attention.q_proj"),
+            q_a_proj=self._optional(slots, "attention.q_a_proj"),
+            q_a_norm=self._optional_copy(slots, "attention.q_a_norm"),
+            q_b_proj=self._optional(slots, "attention.q_b_proj"),
+            kv_a_proj=self._take(slots["attention.kv_a_proj"]),
+            kv_a_norm=self._copy(slots["attention.kv_a_norm"]),
+            kv_b_proj=self._take(slots["attention.kv_b_proj"]),
+            g_proj=self._optional(slots, "attention.g_proj"),
+            o_proj=self._take(slots["attention.o_proj"]),
+            k_scale=self._cache_scale(slots["attention.k_scale"]),
+        )
+
+    def _cache_scale(self, spec: TensorSpec) -> Tensor | None:
+        if spec.name not in self._shard_of:
+            return None
+        scale = self._float(spec).view(())
+        if not torch.isfinite(scale) or scale <= 0:
+            raise CheckpointError(
+                f"{self._shard_of[spec.name].path}, tensor {spec.name}: expected a positive scale, "
+                f"found {scale.item()}."
+            )
+        return scale
+
+    def _moe(self, slots: Slots) -> MoeParameters:
+        experts = {
+            part: tuple(
+                self._expert(slots, f"mlp.{part}.{expert}")
+                for expert in range(self.config.moe.num_experts)
+            )
+            for part in ("w1", "w3", "w2")
+        }
+        return MoeParameters(
+            router=self._take(slots["mlp.router"]),
+            router_bias=self._float(slots["mlp.router_bias"]),
+            latent_down=self._optional(slots, "mlp.latent_down"),
+            latent_norm=self._optional_copy(slots, "mlp.latent_norm"),
+            latent_up=self._optional(slots, "mlp.latent_up"),
+            shared=self._gated(slots, "mlp.shared") if self.config.moe.num_shared else None,
+            w1=experts["w1"],
+            w3=experts["w3"],
+            w2=experts["w2"],
+        )
+
+    def _expert(self, slots: Slots, slot: str) -> ExpertWeight:
+        if slot in slots:
+            return self._take(slots[slot])
+        spec = slots[f"{slot}.scale"]
+        scale = self._take(spec)
+        low, high = (int(value) for value in torch.aminmax(scale))
+        for bad in INVALID_SCALES:
+            if bad in (low, high):
+                raise CheckpointError(
+                    f"{self._shard_of[spec.name].path}, tensor {spec.name}: expected scale bytes "
+                    f"from 1 to 254, found {bad}."
+                )
+        return Mxfp4(self._take(slots[f"{slot}.packed"]), scale)
+
+
+def _is_vision(name: str) -> bool:
+    return name.startswith(VISION_PREFIXES)
+
+
+def _name_prefix(config: ModelConfig, names: dict[str, Shard]) -> str:
+    """K3's language model is named inside a multimodal one, or alone when extracted from it."""
+    if config.model_type == "kimi_k3" and any(n.startswith(LANGUAGE_PREFIX) for n in names):
+        return LANGUAGE_PREFIX
+    return ""
+
+
+def _open_shards(directory: Path) -> tuple[tuple[Shard, ...], dict[str, Shard]]:
+    """Every shard, and the one of each tensor; the index and the headers must agree."""
+    index_path = directory / INDEX_FILE
+    if not index_path.exists():
+        if not (directory / SINGLE_FILE).exists():
+            raise CheckpointError(f"{directory} has neither {INDEX_FILE} nor {SINGLE_FILE}.")
+        shard = Shard(directory / SINGLE_FILE)
+        return (shard,), dict.fromkeys(shard.entries, shard)
+    weight_map = read_json_object(index_path, index_path.read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path} must have a weight_map from tensors to files.")
+    shards: dict[str, Shard] = {}
+    shard_of: dict[str, Shard] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(
+                f"{index_path}, tensor {name}: expected a file name in the same directory, found "
+                f"{file!r}."
+            )
+        if file not in shards:
+            if not (directory / file).exists():
+                raise CheckpointError(
+                    f"{index_path} places tensor {name} in {file}, which does not exist in "
+                    f"{directory}."
+                )
+            shards[file] = Shard(directory / file)
+        if name not in shards[file].entries:
+            raise CheckpointError(
+                f"{index_path} places tensor {name} in {file}, which has no such tensor."
+            )
+        shard_of[name] = shards[file]
+    for file, shard in shards.items():
+        for name in shard.entries:
+            if shard_of.get(name) is not shard:
+                raise CheckpointError(
+                    f"{shard.path}, tensor {name}: the index places it in "
+                    f"{weight_map.get(name, 'no file')}, but {file} has it."
+                )
+    return tuple(shards.values()), shard_of
