@@ -65,6 +65,7 @@ class StepLoop:
         self._clock = clock or time.perf_counter_ns
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
+        self._untold: list[Event] = []
 
     def add(self, request: Request, text: TextStream) -> None:
         """Takes a request in. Raises RequestError if it could never run."""
@@ -96,11 +97,20 @@ class StepLoop:
             error=request.error,
         )
 
+    def drop(self, number: int) -> None:
+        """Aborts a request if it runs, and forgets it if that has not happened yet."""
+        if number in self._requests:
+            self.abort(number)
+            del self._requests[number], self._texts[number]
+
     def step(self) -> list[Event]:
         """One step, and what it meant to each request that got a token or ended.
 
         No events: a chunk without a choice ran, or nothing is left (`scheduler.has_work`).
         """
+        if self._untold:
+            events, self._untold = self._untold, []
+            return events
         step = self.scheduler.schedule()
         if step is None:
             return []
@@ -109,10 +119,13 @@ class StepLoop:
             result = self._worker.execute(step)
         except BaseException as error:
             self.scheduler.fail(step, f"{type(error).__name__}: {error}")
+            events = [self._event(share.request, None, None) for share in step.shares]
             if not isinstance(error, Exception):
+                # An interrupt reaches its own caller; the others learn of the end at the next step.
+                self._untold = events
                 raise
             log.exception("a step of %d requests broke", len(step.shares))
-            return [self._event(share.request, None, None) for share in step.shares]
+            return events
         end = self._clock()
         for share, scheduled in zip(step.shares, step.batch.requests, strict=True):
             if scheduled.is_decode:

@@ -21,6 +21,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError
 from kdecode.engine.request import FinishReason, Request, RequestError
 from kdecode.engine.sampling import BadLogits
+from kdecode.prefill.chunks import share_budget
 
 
 @dataclass(frozen=True)
@@ -194,14 +195,13 @@ class Scheduler:
         return shares
 
     def _prefill_shares(self, budget_tokens: int) -> list[Share]:
-        shares = []
-        for request in self._running:
-            if request.state != "prefill" or budget_tokens == 0:
-                continue
-            count = min(request.num_pending, budget_tokens)
-            budget_tokens -= count
-            shares.append(Share(request, count, has_choice=count == request.num_pending))
-        return shares
+        requests = [request for request in self._running if request.state == "prefill"]
+        counts = share_budget([request.num_pending for request in requests], budget_tokens)
+        return [
+            Share(request, count, has_choice=count == request.num_pending)
+            for request, count in zip(requests, counts, strict=True)
+            if count
+        ]
 
     def _grow(self, request: Request) -> bool:
         """Makes room for one more token, by preemption if need be; False if `request` had to go."""

@@ -1,0 +1,316 @@
+"""The public engine: a checkpoint directory in, texts out.
+
+Owns how prompts become requests, how their events reach the callers, and what the engine says
+about itself. Scheduling, steps and sampling are its parts' business. One thread at a time may use
+an `LLM`.
+
+A request's life, in eight steps:
+
+1. `_submit` turns ids and parameters into a `Request` and gives it a number; the scheduler checks
+   that it can ever fit.
+2. The scheduler admits it when a slot and pages for all of its tokens are free (`waiting` ->
+   `prefill`).
+3. Chunks of its prompt run through the standard forward.
+4. The last chunk gives logits, and sampling its first token (`prefill` -> `decode`).
+5. Every further token is one row of a decode step: the prepared plan, or the standard forward with
+   the reason counted.
+6. Out of pages, the youngest request goes back to 2 with every token it has.
+7. An end token, a stop string, max_tokens, an abort or an error ends it; slot and pages are free.
+8. Its `Output` is collected and the engine forgets it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdecode.config import EngineConfig, ModelConfig
+from kdecode.decode.plan import DecodePlan
+from kdecode.engine.loop import Event, StepLoop
+from kdecode.engine.request import (
+    FinishReason,
+    Output,
+    Request,
+    RequestError,
+    SamplingParams,
+    Timing,
+)
+from kdecode.engine.scheduler import Scheduler, SchedulerLimits
+from kdecode.engine.text import TextStream
+from kdecode.engine.worker import Progress, Worker, no_progress, packed_bytes
+from kdecode.model.chat import (
+    END_OF_MSG,
+    IM_END,
+    JsonObject,
+    chat_format,
+    encode_chat,
+    split_reply,
+)
+from kdecode.model.tokenizer import IncrementalDetokenizer, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One step of a reply as a caller sees it.
+
+    prompt: index into the prompts of the call. token_id None: the request ended without a token.
+    text: what became readable with it. finish_reason: set on the last one.
+    """
+
+    prompt: int
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """A reply in its two channels; `output` has the tokens as they came."""
+
+    reasoning: str
+    response: str
+    output: Output
+
+
+class LLM:
+    """A model with its caches and its decode backend.
+
+    Settings are an `EngineConfig`, or its fields as keywords. Raises ConfigError, CheckpointError,
+    TokenizerError or BackendRefusedError, each with what is wrong and the limit.
+    """
+
+    def __init__(
+        self,
+        model_directory: str | Path,
+        engine: EngineConfig | None = None,
+        *,
+        progress: Progress = no_progress,
+        **settings: Any,
+    ) -> None:
+        if engine is not None and settings:
+            raise TypeError(f"Give an EngineConfig or keywords, not both: {sorted(settings)}.")
+        self.engine_config = EngineConfig(**settings) if engine is None else engine
+        self.model_directory = Path(model_directory)
+        self._worker = Worker(self.model_directory, self.engine_config, progress)
+        self.tokenizer = Tokenizer.from_directory(
+            self.model_directory, self.model_config.vocab_size
+        )
+        limits = SchedulerLimits(
+            max_step_tokens=self.engine_config.max_step_tokens,
+            max_context_tokens=self.engine_config.max_context_tokens,
+        )
+        self._loop = StepLoop(Scheduler(self._worker.caches, limits), self._worker)
+        self._events: dict[int, deque[Event]] = {}
+        self._num_requests = 0
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._worker.config
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        on_token: Callable[[Token], None] | None = None,
+    ) -> list[Output]:
+        """The replies to all prompts, in their order, run together as far as they fit.
+
+        A request that breaks has an Output with finish_reason "error"; the others go on. Raises
+        RequestError for a prompt that could never fit, before anything runs.
+        """
+        if isinstance(prompts, str):
+            raise TypeError("prompts is one text; give a list of prompts.")
+        numbers: list[int] = []
+        try:
+            for prompt in prompts:
+                numbers.append(self._submit(prompt, params or SamplingParams()))
+            for index, event in self._follow(numbers):
+                if on_token is not None:
+                    on_token(Token(index, event.token_id, event.text, event.finish_reason))
+            return [self._loop.collect(number) for number in numbers]
+        finally:
+            self._discard(numbers)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Token]:
+        """The reply to one prompt, token by token. Closing the iterator aborts the request."""
+        numbers = [self._submit(prompt, params or SamplingParams())]
+        return self._stream(numbers)
+
+    def chat(
+        self,
+        messages: Sequence[JsonObject],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = True,
+        effort: str = "max",
+        on_token: Callable[[Token], None] | None = None,
+    ) -> ChatReply:
+        """The assistant's reply to a conversation. Raises ChatError for one without an encoding."""
+        prompt = encode_chat(self.tokenizer, messages, thinking=thinking, effort=effort)
+        output = self.generate([prompt], self._chat_params(params), on_token)[0]
+        reasoning, response = split_reply(self.tokenizer, output.token_ids, thinking)
+        return ChatReply(reasoning, response, output)
+
+    def teacher_forced(self, prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> Tensor:
+        """Logits [len(reply), vocab] fp32: at i, what follows the prompt and reply[:i].
+
+        The prompt is prefilled and the reply decoded token by token, on the path that generation
+        takes.
+        """
+        return torch.stack(list(self.follow_reply(prompt_ids, reply_ids)))
+
+    def follow_reply(self, prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> Iterator[Tensor]:
+        """The rows of `teacher_forced`, one at a time, for replies whose logits are too many."""
+        self._check_ids(reply_ids, "reply")
+        if not reply_ids:
+            raise RequestError("The reply has no tokens; at least 1 is needed.")
+        params = SamplingParams(max_tokens=len(reply_ids), ignore_eos=True)
+        numbers = [self._submit(prompt_ids, params, forced_ids=tuple(reply_ids))]
+        try:
+            for _, event in self._follow(numbers):
+                if event.logits is not None:
+                    yield event.logits
+            output = self._loop.collect(numbers[0])
+            if output.error is not None:
+                raise RuntimeError(f"The teacher-forced run broke: {output.error}")
+        finally:
+            self._discard(numbers)
+
+    def stats(self) -> dict[str, Any]:
+        """What has run so far, and the memory it runs in."""
+        runner, caches = self._worker.runner, self._worker.caches
+        return {
+            "decode_steps": [
+                {"path": path, "reason": reason, "steps": steps}
+                for (path, reason), steps in runner.stats.snapshot().items()
+            ],
+            "prefill_steps": runner.stats.prefill_steps,
+            "coverage": runner.stats.coverage,
+            "waiting": self._loop.scheduler.num_waiting,
+            "running": self._loop.scheduler.num_running,
+            "pages_used": caches.page_pool.num_used,
+            "slots_used": caches.slot_pool.num_used,
+            "packed_bytes": packed_bytes(self._worker.packed),
+            "cache_bytes": caches.num_bytes,
+            "build": dataclasses.asdict(self._worker.build_times),
+        }
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Everything that was decided, read from the running engine.
+
+        Two engines whose results may be compared differ in `decode_backend` only.
+        """
+        engine, caches, config = self.engine_config, self._worker.caches, self.model_config
+        return {
+            "model": {
+                "type": config.model_type,
+                "layers": config.num_layers,
+                "weights_digest": self._worker.weights_digest,
+            },
+            "decode_backend": engine.decode_backend,
+            "device": engine.device,
+            "isa": self._worker.runner.isa,
+            "threads": engine.resolved_threads(),
+            "cache": {
+                "dtype": caches.cache_dtype,
+                "scales": {str(layer): scale for layer, scale in caches.scales.items()},
+                "page_tokens": caches.page_tokens,
+                "pages": caches.num_pages,
+                "slots": caches.num_slots,
+                "bytes": caches.num_bytes,
+            },
+            "max_context_tokens": engine.max_context_tokens,
+            "max_step_tokens": engine.max_step_tokens,
+            "seed": engine.seed,
+            "versions": {
+                name: metadata.version(name) for name in ("kdecode", "torch", "numpy", "tiktoken")
+            },
+        }
+
+    def decode_plan(self, rows: int = 1) -> DecodePlan:
+        """The plan that serves a decode step of so many rows; `explain()` prints it."""
+        return self._worker.runner.plan(rows)
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, forced_ids: tuple[int, ...] | None = None
+    ) -> int:
+        start_ns = time.perf_counter_ns()
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode_text(prompt)
+        self._check_ids(prompt, "prompt")
+        number = self._num_requests
+        seed = params.seed if params.seed is not None else (self.engine_config.seed << 32) + number
+        own_end = () if params.ignore_eos else (self.model_config.eos_id,)
+        request = Request(
+            number=number,
+            prompt_ids=tuple(prompt),
+            params=params,
+            end_token_ids=frozenset((*own_end, *params.stop_token_ids)),
+            seed=seed,
+            timing=Timing(start_ns),
+            forced_ids=forced_ids,
+        )
+        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special=True)
+        self._loop.add(request, TextStream(detokenizer, params.stop))
+        self._num_requests += 1
+        self._events[number] = deque()
+        return number
+
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        vocab = self.model_config.vocab_size
+        for position, token in enumerate(ids):
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    f"Token {position} of the {what} is {token}; the vocabulary has {vocab:,} ids."
+                )
+
+    def _stream(self, numbers: list[int]) -> Iterator[Token]:
+        try:
+            for _, event in self._follow(numbers):
+                yield Token(0, event.token_id, event.text, event.finish_reason)
+        finally:
+            self._discard(numbers)
+
+    def _follow(self, numbers: Sequence[int]) -> Iterator[tuple[int, Event]]:
+        """Steps the engine until these requests have ended; their events, with their index.
+
+        Events of requests that other callers follow are kept for those.
+        """
+        index = {number: position for position, number in enumerate(numbers)}
+        open_numbers = set(numbers)
+        while open_numbers:
+            for number in sorted(open_numbers):
+                events = self._events[number]
+                while events:
+                    event = events.popleft()
+                    if event.finish_reason is not None:
+                        open_numbers.discard(number)
+                    yield index[number], event
+            if open_numbers:
+                for event in self._loop.step():
+                    if event.number in self._events:
+                        self._events[event.number].append(event)
+
+    def _discard(self, numbers: Sequence[int]) -> None:
+        """Ends and forgets these requests, whatever became of them."""
+        for number in numbers:
+            if self._events.pop(number, None) is not None:
+                self._loop.drop(number)
+
+    def _chat_params(self, params: SamplingParams | None) -> SamplingParams:
+        """Parameters that also end at the format's end of a message."""
+        params = params or SamplingParams()
+        end = END_OF_MSG if chat_format(self.tokenizer) == "kimi_k3" else IM_END
+        ends = (*params.stop_token_ids, self.tokenizer.special_id(end))
+        return dataclasses.replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))

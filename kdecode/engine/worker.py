@@ -1,0 +1,183 @@
+"""One rank: from a checkpoint directory to an object that executes scheduled steps.
+
+Owns the order of building (reader, packed weights, caches, runner), the choice of tokens after a
+step, and what was resolved on the way. Does not know requests' life cycles or text. Rounding points
+are those of the backends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_bytes
+from kdecode.cache.caches import Caches
+from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.decode.runner import StepRunner
+from kdecode.engine.loop import StepResult
+from kdecode.engine.request import Request
+from kdecode.engine.sampling import BadLogits, Draw, sample
+from kdecode.engine.scheduler import ScheduledStep
+from kdecode.model.layout import PackedMla, PackedModel, pack_model
+from kdecode.model.weights import CheckpointReader
+
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(label: str, done: int, total: int) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True)
+class BuildTimes:
+    """Seconds: opening and checking the checkpoint; packing all weights; preparing the plans."""
+
+    open_s: float
+    pack_s: float
+    prepare_s: float
+
+
+class Worker:
+    """Executes steps on one rank's weights and caches.
+
+    Raises ConfigError for settings that the model cannot have, CheckpointError for files that are
+    not a checkpoint, BackendRefusedError for a backend that the deployment cannot run.
+    """
+
+    def __init__(
+        self, directory: Path, engine: EngineConfig, progress: Progress = no_progress
+    ) -> None:
+        begin = time.perf_counter()
+        reader = CheckpointReader(directory)
+        self.config = reader.config
+        self.engine = engine
+        self.weights_digest = weights_digest(directory)
+        check_context(self.config, engine)
+        opened = time.perf_counter()
+        self.packed = pack_model(
+            reader, trunk_format(engine), lambda done, total: progress("packing", done, total)
+        )
+        packed = time.perf_counter()
+        self.caches = allocate_caches(self.packed, engine)
+        self.runner = StepRunner(self.packed, self.caches, engine)
+        self.build_times = BuildTimes(opened - begin, packed - opened, time.perf_counter() - packed)
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Runs a step and chooses the tokens of the requests that get one."""
+        logits = self.runner.run(step.batch)
+        return StepResult(choose(logits, step.chooses), logits, self.runner.last_path)
+
+
+def choose(logits: Tensor, requests: tuple[Request, ...]) -> list[int | BadLogits]:
+    """Each request's next token: sampled, or the next one of the reply that it follows."""
+    draws = [
+        Draw(
+            params=request.params,
+            seed=request.seed,
+            position=request.num_tokens,
+            banned_ids=_banned(request),
+        )
+        for request in requests
+    ]
+    tokens = sample(logits, draws)
+    for row, request in enumerate(requests):
+        if request.forced_ids is not None and not isinstance(tokens[row], BadLogits):
+            tokens[row] = request.forced_ids[len(request.output_ids)]
+    return tokens
+
+
+def _banned(request: Request) -> tuple[int, ...]:
+    if len(request.output_ids) >= request.params.min_tokens:
+        return ()
+    return tuple(sorted(request.end_token_ids))
+
+
+def trunk_format(engine: EngineConfig) -> str:
+    """How the matrices outside the experts are packed: what the backend's decode steps read."""
+    return "tiles" if engine.decode_backend == "latency_specialized" else "rows"
+
+
+def check_context(config: ModelConfig, engine: EngineConfig) -> None:
+    if engine.max_context_tokens > config.max_positions:
+        raise ConfigError(
+            f"max_context_tokens is {engine.max_context_tokens:,}; the model was made for at most "
+            f"{config.max_positions:,} positions."
+        )
+
+
+def allocate_caches(packed: PackedModel, engine: EngineConfig) -> Caches:
+    """Slots and pages for the budget; by default enough for every request at full length."""
+    config = packed.config
+    budget = engine.cache_budget_bytes
+    if budget is None:
+        page = page_bytes(config, engine.page_tokens, engine.cache_dtype)
+        pages = pages_for(engine.max_context_tokens, engine.page_tokens)
+        budget = engine.max_requests * (slot_bytes(config) + pages * page)
+    size = size_from_budget(
+        config,
+        budget,
+        engine.max_requests,
+        engine.max_context_tokens,
+        engine.page_tokens,
+        engine.cache_dtype,
+    )
+    return Caches.allocate(
+        config,
+        engine.device,
+        size.num_slots,
+        size.num_pages,
+        engine.page_tokens,
+        cache_dtype=engine.cache_dtype,
+        scales=cache_scales(packed, engine),
+    )
+
+
+def cache_scales(packed: PackedModel, engine: EngineConfig) -> dict[int, float]:
+    """The scale of each MLA layer's cache: the checkpoint's own, else the engine's."""
+    scales = {}
+    for layer, entry in enumerate(packed.layers):
+        if isinstance(entry.attention, PackedMla):
+            own = entry.attention.cache_scale
+            scales[layer] = engine.layer_cache_scale(layer, None if own is None else float(own))
+    return scales
+
+
+def weights_digest(directory: Path) -> str:
+    """Names a checkpoint without reading its weights: its JSON files, the sizes of the others."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".json":
+            digest.update(f"{path.name}\n".encode() + path.read_bytes())
+        elif path.suffix in (".safetensors", ".model"):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def packed_bytes(packed: PackedModel) -> int:
+    """Memory of all packed tensors, each counted once."""
+    seen: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, tuple):
+            for item in value:
+                visit(item)
+        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, ModelConfig):
+            for name in value.__dataclass_fields__:
+                visit(getattr(value, name))
+
+    visit(packed)
+    return sum(seen.values())
+
+
+def torch_version() -> str:
+    return torch.__version__
