@@ -78,6 +78,7 @@ class StepRunner:
         self.engine = engine
         self.stats = StepStats()
         self.last_path: tuple[str, str] = (STANDARD, "")
+        self.isa = engine.isa or native.detect_isa()
         self._num_threads = engine.resolved_threads()
         self._standard = auto.build_auto_plan(packed, caches, engine)
         self._plans: dict[int, DecodePlan] = {}
