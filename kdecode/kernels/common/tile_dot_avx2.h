@@ -107,12 +107,62 @@ void dot_bf16(const bf16* lines, std::int64_t pairs, int num_rows, const bf16* c
   }
 }
 
-void dot_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,
-               float* y) {
-  constexpr int kGroupPairs = 16;
+constexpr int kGroupPairs = 16;
+
+// Pair kNibble of the four of a block: its 16 codes of a row and a half are in `words`.
+template <int kRows, int kNibble>
+inline void add_codes(__m256i words, int half, const float (*x)[32], int column, Sums* sums) {
+  const __m256i line = decode(_mm256_srli_epi16(words, 4 * kNibble));
+  const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(line, 16));
+  const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(line, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  for (int r = 0; r < kRows; ++r) {
+    const float* const pair = x[r] + column + 2 * kNibble;
+    sums[r].even[half] = _mm256_fmadd_ps(even, _mm256_broadcast_ss(pair), sums[r].even[half]);
+    sums[r].odd[half] = _mm256_fmadd_ps(odd, _mm256_broadcast_ss(pair + 1), sums[r].odd[half]);
+  }
+}
+
+// y[r] += a group's sums of row r, times the scales.
+inline void add_group(const Sums& sums, const std::uint8_t* scales, float* y) {
+  for (int half = 0; half < 2; ++half) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales + half * 8));
+    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
+    const __m256 sum = _mm256_add_ps(sums.even[half], sums.odd[half]);
+    _mm256_storeu_ps(y + half * 8, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(y + half * 8)));
+  }
+}
+
+// One or two rows: codes are decoded in registers.
+template <int kRows>
+void dot_mxfp4_few(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, const bf16* const* x, float* y) {
+  for (std::int64_t group = 0; group < groups; ++group) {
+    float wide[kRows][32];
+    Sums sums[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = zero_sums();
+      widen(x[r] + group * 32, kGroupPairs, wide[r]);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 4
+      for (int block = 0; block < 4; ++block) {
+        const std::uint8_t* const at = codes + group * 256 + block * 64 + half * 32;
+        const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        add_codes<kRows, 0>(words, half, wide, block * 8, sums);
+        add_codes<kRows, 1>(words, half, wide, block * 8, sums);
+        add_codes<kRows, 2>(words, half, wide, block * 8, sums);
+        add_codes<kRows, 3>(words, half, wide, block * 8, sums);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) add_group(sums[r], scales + group * 16, y + r * kTileRows);
+  }
+}
+
+// More rows: a group is decoded once for all of them. The order of the sums is that of dot_mxfp4_few.
+void dot_mxfp4_many(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows,
+                    const bf16* const* x, float* y) {
   alignas(64) bf16 lines[kGroupPairs * 32];
   float wide[kMaxRows][kPairsAPiece * 2];
-  std::fill(y, y + num_rows * kTileRows, 0.0f);
   for (std::int64_t group = 0; group < groups; ++group) {
     decode_group(codes + group * 256, lines);
     Sums sums[kMaxRows];
@@ -121,16 +171,16 @@ void dot_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64
       widen(x[r] + group * 32, kGroupPairs, wide[r]);
     }
     add_lines(lines, kGroupPairs, num_rows, wide, sums);
-    for (int half = 0; half < 2; ++half) {
-      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales + group * 16 + half * 8));
-      const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
-      for (int r = 0; r < num_rows; ++r) {
-        float* const out = y + r * kTileRows + half * 8;
-        const __m256 sum = _mm256_add_ps(sums[r].even[half], sums[r].odd[half]);
-        _mm256_storeu_ps(out, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(out)));
-      }
-    }
+    for (int r = 0; r < num_rows; ++r) add_group(sums[r], scales + group * 16, y + r * kTileRows);
   }
+}
+
+void dot_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,
+               float* y) {
+  std::fill(y, y + num_rows * kTileRows, 0.0f);
+  if (num_rows == 1) return dot_mxfp4_few<1>(codes, scales, groups, x, y);
+  if (num_rows == 2) return dot_mxfp4_few<2>(codes, scales, groups, x, y);
+  dot_mxfp4_many(codes, scales, groups, num_rows, x, y);
 }
 
 }  // namespace
