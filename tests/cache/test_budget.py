@@ -1,0 +1,82 @@
+"""Bytes of slots and pages, and sizes from a budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kdecode.cache.budget import page_bytes, size_from_budget, slot_bytes
+from kdecode.cache.caches import Caches
+from kdecode.config import ConfigError, KdaConfig, MlaConfig
+from kdecode.testing.cases import tiny_k3, tiny_linear
+
+CONFIG = tiny_k3()
+
+
+def test_released_k3_sizes() -> None:
+    """One request's state and one token of K3, as published."""
+    layers = [layer for layer in range(93)]
+    kinds = tuple("mla" if layer % 4 == 3 or layer == 92 else "kda" for layer in layers)
+    config = replace(
+        CONFIG,
+        layer_kinds=kinds,
+        kda=KdaConfig(96, 128, 4, -5.0, True),
+        mla=MlaConfig(96, 1536, 512, 128, 64, 128, True, 1e-5),
+    )
+    assert slot_bytes(config) == 434_110_464 + 15_261_696
+    assert page_bytes(config, 1, "bf16") == 27_648
+    assert page_bytes(config, 64, "fp8") == 64 * 13_824
+
+
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("config", [tiny_k3(), tiny_linear()])
+def test_sizes_are_those_of_the_tensors(config: object, cache_dtype: str) -> None:
+    scales = dict.fromkeys(range(5), 1.0)
+    caches = Caches.allocate(
+        config,  # type: ignore[arg-type]
+        "cpu",
+        3,
+        5,
+        16,
+        cache_dtype=cache_dtype,
+        scales=scales,
+    )
+    expected = 3 * slot_bytes(CONFIG) + 5 * page_bytes(config, 16, cache_dtype)  # type: ignore[arg-type]
+    assert caches.num_bytes == expected
+
+
+def test_a_generous_budget_is_not_used_up() -> None:
+    size = size_from_budget(CONFIG, 10**9, 4, 100, 16, "bf16")
+    assert (size.num_slots, size.num_pages) == (4, 4 * 7)
+    assert size.num_bytes == 4 * slot_bytes(CONFIG) + 28 * page_bytes(CONFIG, 16, "bf16")
+
+
+def test_slots_leave_room_for_one_whole_request() -> None:
+    slot, page = slot_bytes(CONFIG), page_bytes(CONFIG, 16, "bf16")
+    size = size_from_budget(CONFIG, 2 * slot + 8 * page, 4, 100, 16, "bf16")
+    assert size.num_slots == 2
+    assert 7 <= size.num_pages <= 8
+    assert size.num_bytes <= 2 * slot + 8 * page
+
+
+def test_exactly_one_request_fits() -> None:
+    needed = slot_bytes(CONFIG) + 7 * page_bytes(CONFIG, 16, "bf16")
+    size = size_from_budget(CONFIG, needed, 4, 100, 16, "bf16")
+    assert (size.num_slots, size.num_pages, size.num_bytes) == (1, 7, needed)
+    with pytest.raises(ConfigError, match=f"{needed - 1:,} bytes; one request of 100 tokens"):
+        size_from_budget(CONFIG, needed - 1, 4, 100, 16, "bf16")
+
+
+def test_a_model_of_one_kind_of_layer() -> None:
+    only_kda = replace(CONFIG, layer_kinds=("kda",) * 5)
+    only_mla = replace(CONFIG, layer_kinds=("mla",) * 5)
+    assert size_from_budget(only_kda, 10**9, 4, 100, 16, "bf16").num_pages == 0
+    assert size_from_budget(only_mla, 10**9, 4, 100, 16, "bf16").num_slots == 4
+
+
+@pytest.mark.parametrize("name", ["max_requests", "max_context_tokens"])
+def test_nothing_to_hold_is_refused(name: str) -> None:
+    values = {"max_requests": 1, "max_context_tokens": 1, name: 0}
+    with pytest.raises(ConfigError, match=f"{name} is 0"):
+        size_from_budget(CONFIG, 10**9, *values.values(), 16, "bf16")  # type: ignore[arg-type]
