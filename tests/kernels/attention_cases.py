@@ -6,6 +6,7 @@ Packing is written apart from `model/layout.py` on purpose: a mistake there cann
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,9 +45,11 @@ def model(form: str, size: str = "small") -> ModelConfig:
         config.mla, num_heads=heads, kv_rank=kv_rank, nope_dim=nope, rope_dim=rope, v_dim=v_dim
     )
     kda = replace(config.kda, num_heads=kda_heads, head_dim=head_dim)
-    return replace(config, mla=mla, kda=kda)
+    # Dense MLPs only, which nobody runs here, so that drawing the parameters is quick.
+    return replace(config, mla=mla, kda=kda, mlp_kinds=("dense",) * config.num_layers)
 
 
+@lru_cache
 def layer_parameters(config: ModelConfig, layer: int, seed: int = 0) -> LayerParameters:
     """Seeded parameters of one layer; gate biases cover both ends of the decay's functions."""
     p = random_parameters(config, seed).layers[layer]

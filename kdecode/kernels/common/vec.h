@@ -36,7 +36,15 @@ inline vec load(const float* x) {
 
 inline void store(float* out, vec v) { std::memcpy(out, &v, sizeof(v)); }
 
-inline vec splat(float x) { return vec{} + x; }
+inline vec splat(float x) {
+#if defined(__AVX512BF16__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return vec{x, x, x, x};
+#endif
+}
 
 // a * b + c, fused where the instruction set has it.
 inline vec mul_add(vec a, vec b, vec c) {

@@ -183,6 +183,25 @@ struct Softmax {
   }
 };
 
+// out[i] = values[codes[i]], bf16. `values` is odd in the sign bit of the code; `count` is a multiple of 16.
+inline void dequantise(const fp8* codes, const bf16* values, int count, bf16* out) {
+#if defined(__AVX512BF16__)
+  __m512i table[4];
+  for (int i = 0; i < 4; ++i) table[i] = _mm512_loadu_si512(values + 32 * i);
+  for (int i = 0; i < count; i += 32) {
+    const __mmask32 mask = count - i >= 32 ? 0xffffffffu : 0xffffu;
+    const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, codes + i));
+    const __m512i low = _mm512_permutex2var_epi16(table[0], code, table[1]);
+    const __m512i high = _mm512_permutex2var_epi16(table[2], code, table[3]);
+    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+    _mm512_mask_storeu_epi16(out + i, mask, _mm512_or_si512(magnitude, sign));
+  }
+#else
+  for (int i = 0; i < count; ++i) out[i] = values[codes[i]];
+#endif
+}
+
 // Addresses of `count` cache rows as bf16; those of an fp8 cache are dequantised into `wide`. The list is filled up to a multiple
 // of kScoreTokens with the last row, so that nothing beyond the context is touched.
 void gather_tokens(const MlaFrontArgs& args, int row, std::int64_t first, int count, int width, bf16* wide, const bf16** token) {
@@ -192,10 +211,8 @@ void gather_tokens(const MlaFrontArgs& args, int row, std::int64_t first, int co
       token[t] = static_cast<const bf16*>(args.pages) + at;
       continue;
     }
-    const fp8* const codes = static_cast<const fp8*>(args.pages) + at;
-    bf16* const out = wide + t * width;
-    for (int i = 0; i < width; ++i) out[i] = args.fp8_values[codes[i]];
-    token[t] = out;
+    dequantise(static_cast<const fp8*>(args.pages) + at, args.fp8_values, width, wide + t * width);
+    token[t] = wide + t * width;
   }
   for (int t = count; t % kScoreTokens != 0; ++t) token[t] = token[count - 1];
 }
