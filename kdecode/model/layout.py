@@ -1,17 +1,46 @@
 """Packed weights: the one store that both backends of an engine read.
 
 Owns the order in which projections of one input are joined into one matrix, and the way back to the
-canonical parameters. Does not know checkpoint names (`weights.py`) or kernels.
+canonical parameters. Does not know checkpoint names (`weights.py`) or kernels. Matrices keep their
+bits; vectors become fp32, exact from bf16. Computed here, in fp32: exp(A_log), and the product of a
+residual mix's norm weight and score projection.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from kdecode.config import ModelConfig
-from kdecode.kernels.common.matrix import Matrix
+from kdecode.config import MXFP4_GROUP, ModelConfig
+from kdecode.kernels.common.matrix import (
+    GROUP_BYTES,
+    TILE_ROWS,
+    Matrix,
+    empty_huge,
+    num_tiles,
+    pack_mxfp4_tiles,
+    pack_rows,
+    pack_tiles,
+    to_mxfp4,
+    to_rows,
+)
+from kdecode.model.parameters import (
+    ExpertWeight,
+    KdaParameters,
+    LayerParameters,
+    MixParameters,
+    MlaParameters,
+    MlpParameters,
+    MoeParameters,
+    Mxfp4,
+)
+from kdecode.model.weights import CheckpointReader
+
+TrunkFormat = Literal["rows", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +61,9 @@ class PackedMla:
     q_norm: Tensor | None  # [q_rank] fp32
     q_b: Matrix | None  # [H*qk_dim, q_rank]
     kv_norm: Tensor  # [kv_rank] fp32
-    w_uk: Matrix  # [H*kv_rank, nope_dim]: head h's W_UK transposed, so that q_latent = w_uk[h] q_nope
+    w_uk: (
+        Matrix  # [H*kv_rank, nope_dim]: head h's W_UK transposed, so that q_latent = w_uk[h] q_nope
+    )
     w_uv: Matrix  # [H*v_dim, kv_rank]
     o_proj: Matrix  # [M, H*v_dim]
     cache_scale: Tensor | None  # fp32 scalar of an fp8 cache
@@ -40,8 +71,8 @@ class PackedMla:
 
 @dataclass(frozen=True)
 class PackedMlp:
-    # [2*width, M]. "rows": gate rows, then up rows. "tiles": 16 gate rows, 16 up rows, alternating, so that one thread has
-    # both halves of a product; width is a multiple of 16 there.
+    # [2*width, M]. "rows": gate rows, then up rows. Tile formats: 16 gate rows, 16 up rows,
+    # alternating, so that one thread has both halves of a product; width is a multiple of 16 there.
     gate_up: Matrix
     down: Matrix  # [M, width]
 
@@ -75,3 +106,265 @@ class PackedModel:
     final_mix: Tensor | None  # [M] fp32
     norm: Tensor  # [M] fp32
     head: Matrix  # [vocab, M]
+
+
+def pack_model(
+    reader: CheckpointReader,
+    trunk_format: TrunkFormat,
+    progress: Callable[[int, int], None] | None = None,
+) -> PackedModel:
+    """Packs a checkpoint layer by layer; each layer's mapped pages are given back once copied.
+
+    progress(layers done, layers). Raises CheckpointError for a bad or incomplete checkpoint and
+    ValueError for a size that the format cannot hold.
+    """
+    if trunk_format not in ("rows", "tiles"):
+        raise ValueError(f"trunk_format is {trunk_format!r}; it must be rows or tiles.")
+    config = reader.config
+    pack = _Packer(config, trunk_format)
+    embed = pack_rows([reader.load_embed()]).data
+    reader.drop_outside()
+    layers = []
+    for number in range(config.num_layers):
+        with reader.layer(number) as parameters:
+            layers.append(pack.layer(parameters))
+        if progress is not None:
+            progress(number + 1, config.num_layers)
+    final_mix, norm, lm_head = reader.load_head()
+    packed = PackedModel(
+        config=config,
+        embed=embed,
+        layers=tuple(layers),
+        final_mix=_folded_mix(final_mix),
+        norm=norm.float(),
+        head=pack.matrix(lm_head),
+    )
+    reader.drop_outside()
+    reader.finish()
+    return packed
+
+
+@dataclass(frozen=True)
+class _Packer:
+    config: ModelConfig
+    trunk_format: TrunkFormat
+
+    def layer(self, p: LayerParameters) -> PackedLayer:
+        attention, mlp = p.attention, p.mlp
+        return PackedLayer(
+            input_norm=p.input_norm.float(),
+            post_norm=p.post_norm.float(),
+            attn_mix=_folded_mix(p.attn_mix),
+            mlp_mix=_folded_mix(p.mlp_mix),
+            attention=(
+                self._kda(attention)
+                if isinstance(attention, KdaParameters)
+                else self._mla(attention)
+            ),
+            mlp=self._gated(mlp) if isinstance(mlp, MlpParameters) else self._moe(mlp),
+        )
+
+    def matrix(self, weight: Tensor) -> Matrix:
+        return self._joined([weight])
+
+    def _joined(self, weights: Sequence[Tensor | None]) -> Matrix:
+        """Projections of one input, one below the other."""
+        present = [weight for weight in weights if weight is not None]
+        if self.trunk_format == "rows":
+            return pack_rows(present)
+        return pack_tiles(present[0] if len(present) == 1 else torch.cat(present))
+
+    def _optional(self, weight: Tensor | None) -> Matrix | None:
+        return None if weight is None else self.matrix(weight)
+
+    def _kda(self, p: KdaParameters) -> PackedKda:
+        gate = p.g_proj if p.g_proj is not None else p.g_a_proj
+        return PackedKda(
+            in_proj=self._joined([p.q_proj, p.k_proj, p.v_proj, gate, p.f_a_proj, p.b_proj]),
+            f_b=self.matrix(p.f_b_proj),
+            g_b=self._optional(p.g_b_proj),
+            conv=torch.cat([p.q_conv, p.k_conv, p.v_conv]).t().contiguous(),
+            decay_scale=p.a_log.exp(),
+            dt_bias=p.dt_bias,
+            o_norm=p.o_norm,
+            o_proj=self.matrix(p.o_proj),
+        )
+
+    def _mla(self, p: MlaParameters) -> PackedMla:
+        mla = self.config.mla
+        query = p.q_proj if p.q_a_proj is None else p.q_a_proj
+        heads = p.kv_b_proj.view(mla.num_heads, mla.nope_dim + mla.v_dim, mla.kv_rank)
+        w_uk = heads[:, : mla.nope_dim].transpose(1, 2).reshape(-1, mla.nope_dim)
+        return PackedMla(
+            in_proj=self._joined([query, p.kv_a_proj, p.g_proj]),
+            q_norm=None if p.q_a_norm is None else p.q_a_norm.float(),
+            q_b=self._optional(p.q_b_proj),
+            kv_norm=p.kv_a_norm.float(),
+            w_uk=self.matrix(w_uk),
+            w_uv=self.matrix(heads[:, mla.nope_dim :].reshape(-1, mla.kv_rank)),
+            o_proj=self.matrix(p.o_proj),
+            cache_scale=p.k_scale,
+        )
+
+    def _gated(self, p: MlpParameters) -> PackedMlp:
+        if self.trunk_format == "rows":
+            return PackedMlp(self._joined([p.gate_proj, p.up_proj]), self.matrix(p.down_proj))
+        rows, cols = p.gate_proj.shape
+        data = empty_huge((_pair_tiles(rows), cols // 2, TILE_ROWS, 2), torch.bfloat16)
+        return PackedMlp(_interleaved(p.gate_proj, p.up_proj, data, None), pack_tiles(p.down_proj))
+
+    def _moe(self, p: MoeParameters) -> PackedMoe:
+        return PackedMoe(
+            router=self.matrix(p.router),
+            router_bias=p.router_bias,
+            latent_down=self._optional(p.latent_down),
+            latent_norm=None if p.latent_norm is None else p.latent_norm.float(),
+            latent_up=self._optional(p.latent_up),
+            shared=None if p.shared is None else self._gated(p.shared),
+            experts=self._experts(p),
+        )
+
+    def _experts(self, p: MoeParameters) -> tuple[PackedMlp, ...]:
+        """The experts of a layer share one block of memory for each kind of matrix."""
+        count = len(p.w1)
+        width, side = p.w1[0].shape
+        if self.config.moe.expert_format == "bf16" and self.trunk_format == "rows":
+            gate_up_rows = empty_huge((count, 2 * width, side), torch.bfloat16)
+            down_rows = empty_huge((count, side, width), torch.bfloat16)
+            return tuple(
+                PackedMlp(
+                    pack_rows([_dense(w1), _dense(w3)], gate_up_rows[expert]),
+                    pack_rows([_dense(w2)], down_rows[expert]),
+                )
+                for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True))
+            )
+        gate_up = self._block(count, _pair_tiles(width), side)
+        down = self._block(count, num_tiles(side), width)
+        experts = []
+        for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True)):
+            data, scales = (None if part is None else part[expert] for part in gate_up)
+            assert data is not None
+            experts.append(
+                PackedMlp(
+                    _interleaved(w1, w3, data, scales),
+                    _into(w2, *(None if part is None else part[expert] for part in down)),
+                )
+            )
+        return tuple(experts)
+
+    def _block(self, count: int, tiles: int, cols: int) -> tuple[Tensor, Tensor | None]:
+        """Memory of ``count`` matrices in the experts' tile format: data and scales."""
+        if self.config.moe.expert_format == "bf16":
+            return empty_huge((count, tiles, cols // 2, TILE_ROWS, 2), torch.bfloat16), None
+        shape = (count, tiles, cols // MXFP4_GROUP)
+        data = empty_huge((*shape, GROUP_BYTES), torch.uint8)
+        return data, empty_huge((*shape, TILE_ROWS), torch.uint8)
+
+
+def _pair_tiles(width: int) -> int:
+    """Tiles of gate and up together."""
+    if width % TILE_ROWS:
+        raise ValueError(
+            f"Interleaved gate and up rows need a width that is a multiple of {TILE_ROWS}; it is "
+            f"{width}."
+        )
+    return 2 * width // TILE_ROWS
+
+
+def _interleaved(
+    gate: ExpertWeight, up: ExpertWeight, data: Tensor, scales: Tensor | None
+) -> Matrix:
+    """Gate in the even tiles, up in the odd ones."""
+    for first, weight in enumerate((gate, up)):
+        _into(weight, data[first::2], None if scales is None else scales[first::2])
+    rows, cols = gate.shape
+    if scales is None:
+        return Matrix("tiles", 2 * rows, cols, data)
+    return Matrix("mxfp4_tiles", 2 * rows, cols, data, scales)
+
+
+def _into(weight: ExpertWeight, data: Tensor | None, scales: Tensor | None) -> Matrix:
+    if isinstance(weight, Mxfp4):
+        out = None if data is None or scales is None else (data, scales)
+        return pack_mxfp4_tiles(weight.packed, weight.scale, out)
+    return pack_tiles(weight, data)
+
+
+def _dense(weight: ExpertWeight) -> Tensor:
+    if isinstance(weight, Mxfp4):
+        raise TypeError("The configuration states bf16 experts; this one is MXFP4.")
+    return weight
+
+
+def _folded_mix(mix: MixParameters | None) -> Tensor | None:
+    return None if mix is None else mix.norm.float() * mix.proj.float()
+
+
+def unpack_gated(mlp: PackedMlp) -> tuple[ExpertWeight, ExpertWeight, ExpertWeight]:
+    """Gate, up and down in canonical form."""
+    gate_up = mlp.gate_up
+    if gate_up.format == "rows":
+        rows = to_rows(gate_up)
+        return rows[: gate_up.rows // 2], rows[gate_up.rows // 2 :], to_rows(mlp.down)
+    halves = (
+        Matrix(
+            gate_up.format,
+            gate_up.rows // 2,
+            gate_up.cols,
+            gate_up.data[first::2],
+            None if gate_up.scales is None else gate_up.scales[first::2],
+        )
+        for first in (0, 1)
+    )
+    gate, up = (_canonical(half) for half in halves)
+    return gate, up, _canonical(mlp.down)
+
+
+def unpack_kda(config: ModelConfig, kda: PackedKda) -> dict[str, Tensor]:
+    """The matrices and the convolution in canonical form, by field of `KdaParameters`."""
+    width, rank, heads = config.kda.width, config.kda.head_dim, config.kda.num_heads
+    gate = width if config.kda.is_gate_full_rank else rank
+    names = ("q_proj", "k_proj", "v_proj", "", "f_a_proj", "b_proj")
+    parts = _split(kda.in_proj, [width, width, width, gate, rank, heads])
+    made = dict(zip(names, parts, strict=True))
+    made["g_proj" if kda.g_b is None else "g_a_proj"] = made.pop("")
+    if kda.g_b is not None:
+        made["g_b_proj"] = to_rows(kda.g_b)
+    made |= {"f_b_proj": to_rows(kda.f_b), "o_proj": to_rows(kda.o_proj)}
+    for name, conv in zip(("q_conv", "k_conv", "v_conv"), kda.conv.t().chunk(3), strict=True):
+        made[name] = conv.contiguous()
+    return made
+
+
+def unpack_mla(config: ModelConfig, mla: PackedMla) -> dict[str, Tensor]:
+    """The matrices in canonical form, by field of `MlaParameters`."""
+    c = config.mla
+    gate = c.num_heads * c.v_dim if c.has_output_gate else 0
+    sizes = [mla.in_proj.rows - c.cache_width - gate, c.cache_width, gate]
+    query, kv_a, g_proj = _split(mla.in_proj, sizes)
+    w_uk = to_rows(mla.w_uk).view(c.num_heads, c.kv_rank, c.nope_dim).transpose(1, 2)
+    w_uv = to_rows(mla.w_uv).view(c.num_heads, c.v_dim, c.kv_rank)
+    made = {
+        "q_proj" if mla.q_b is None else "q_a_proj": query,
+        "kv_a_proj": kv_a,
+        "kv_b_proj": torch.cat([w_uk, w_uv], dim=1).view(-1, c.kv_rank),
+        "o_proj": to_rows(mla.o_proj),
+    }
+    if mla.q_b is not None:
+        made["q_b_proj"] = to_rows(mla.q_b)
+    if gate:
+        made["g_proj"] = g_proj
+    return made
+
+
+def _split(matrix: Matrix, sizes: Sequence[int]) -> list[Tensor]:
+    """Consecutive rows."""
+    rows, parts, start = to_rows(matrix), [], 0
+    for size in sizes:
+        parts.append(rows[start : start + size])
+        start += size
+    return parts
+
+
+def _canonical(matrix: Matrix) -> ExpertWeight:
+    return Mxfp4(*to_mxfp4(matrix)) if matrix.format == "mxfp4_tiles" else to_rows(matrix)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP
+from kdecode.kernels.common.matrix import E2M1_MAGNITUDES
 from kdecode.model.parameters import Mxfp4
 
 SCALE_BIAS = 127
@@ -20,7 +21,6 @@ INVALID_SCALES = (0, 255)
 # Scales that `pack` makes: with the largest one, the code 6 is still a finite bf16 number.
 MIN_SCALE, MAX_SCALE = 1, 252
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Midpoints between neighbouring magnitudes; a tie goes to the even code, so every second midpoint
 # belongs to the code above it.
 _ROUND_UP_ABOVE = (0.25, 1.25, 2.5, 5.0)
@@ -29,7 +29,7 @@ _ROUND_UP_FROM = (0.75, 1.75, 3.5)
 
 def code_values() -> Tensor:
     """The 16 values of a code, fp32: code c + 8 is minus code c."""
-    positive = torch.tensor(MAGNITUDES, dtype=torch.float32)
+    positive = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
     return torch.cat([positive, -positive])
 
 

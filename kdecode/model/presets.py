@@ -111,7 +111,7 @@ PRESETS: dict[str, Preset] = {
     "kimi-linear-mini": _linear(_MINI),
     "kimi-linear-small": _linear(_SMALL, expert_width=192),
     # bf16 experts: fewer and narrower ones keep the file near the size of K3's medium.
-    "kimi-linear-medium": _linear(_MEDIUM, num_experts=32, expert_width=768, top_k=8),
+    "kimi-linear-medium": _linear(_MEDIUM, num_experts=32, expert_width=512),
 }
 
 

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from kdecode.config import ModelConfig, environment
 from kdecode.config_checkpoint import CONFIG_FILE
-from kdecode.model.mxfp4 import MAGNITUDES, SCALE_BIAS
+from kdecode.kernels.common.matrix import E2M1_MAGNITUDES
+from kdecode.model.mxfp4 import SCALE_BIAS
 from kdecode.model.presets import PRESETS, Preset, released_config
 from kdecode.model.roster import Slots, TensorSpec, default_prefix, layer_slots, model_slots
 from kdecode.model.shards import DTYPES, write_shard
@@ -95,7 +96,7 @@ def make_checkpoint(
     (target / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
-def default_model_directory() -> Path:
+def default_model_directory(progress: Progress | None = None) -> Path:
     """The model that is used when none is named; made on first use.
 
     It is built in a temporary folder and renamed, so that a crash leaves no half checkpoint and of
@@ -108,7 +109,7 @@ def default_model_directory() -> Path:
     cache_dir.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=cache_dir))
     try:
-        make_checkpoint(building, DEFAULT_PRESET, DEFAULT_SEED)
+        make_checkpoint(building, DEFAULT_PRESET, DEFAULT_SEED, progress)
         try:
             building.rename(target)
         except OSError:
@@ -249,7 +250,7 @@ def _code_table() -> NDArray[np.uint8]:
     codes = []
     for value in _normal_table()[128::256].tolist():
         size = abs(value) * _CODE_SPREAD
-        nearest = min(range(len(MAGNITUDES)), key=lambda code: abs(MAGNITUDES[code] - size))
+        nearest = min(range(8), key=lambda code: abs(E2M1_MAGNITUDES[code] - size))
         codes.append(nearest | (8 if value < 0 else 0))
     return np.asarray(codes, dtype=np.uint8)
 

@@ -2,28 +2,46 @@
 
 A `Matrix` is W [rows, cols] in one of three formats (see ARCHITECTURE.md, "Packed weights", and
 ``native.h`` for the byte order). Packing is exact: `to_rows` gives back the same bf16 bits, and for
-MXFP4 the same codes and scales.
+MXFP4 the same codes and scales. Knows nothing of models.
+
+Packed weights live in anonymous memory advised for huge pages (`empty_huge`); the ``out`` of the
+packing functions lets many matrices share one such block.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+from kdecode.config import MXFP4_GROUP
 
 MatrixFormat = Literal["rows", "tiles", "mxfp4_tiles"]
 
 TILE_ROWS = 16
+# Values of the E2M1 codes 0 to 7; code c + 8 is minus code c.
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Bytes of codes that one tile has of one group of columns.
+GROUP_BYTES = TILE_ROWS * MXFP4_GROUP // 2
+# Scale byte of 2^0, that rows without weights get.
+UNIT_SCALE = 127
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Matrix:
     """W [rows, cols].
 
-    format "rows": ``data`` bf16 [rows, cols]. "tiles": ``data`` bf16 [ceil(rows/16), cols/2, 16, 2],
-    missing rows zero. "mxfp4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 256], ``scales`` uint8
-    [ceil(rows/16), cols/32, 16]; missing rows have code 0 and scale 127.
+    format "rows": ``data`` bf16 [rows, cols]. "tiles": ``data`` bf16 [ceil(rows/16), cols/2, 16,
+    2], missing rows zero. "mxfp4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 256], ``scales``
+    uint8 [ceil(rows/16), cols/32, 16]; missing rows have code 0 and scale 127.
     """
 
     format: MatrixFormat
@@ -36,3 +54,177 @@ class Matrix:
     def num_bytes(self) -> int:
         scale_bytes = 0 if self.scales is None else self.scales.numel()
         return self.data.numel() * self.data.element_size() + scale_bytes
+
+
+def empty_huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory, 64-byte aligned; from 2 MiB up on huge pages where there are any.
+
+    Packed weights are streamed once a token: with 4 KiB pages, address translation costs up to a
+    tenth of the bandwidth.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    # Private: shared anonymous memory is not served from huge pages.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    block = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
+    block.madvise(mmap.MADV_HUGEPAGE)
+    start = torch.frombuffer(block, dtype=torch.uint8, count=1).data_ptr()
+    offset = -start % _HUGE_PAGE_BYTES
+    flat = torch.frombuffer(block, dtype=dtype, count=math.prod(shape), offset=offset)
+    return flat.view(shape)
+
+
+def num_tiles(rows: int) -> int:
+    """Tiles of a matrix of so many rows."""
+    return -(-rows // TILE_ROWS)
+
+
+def pack_rows(weights: Sequence[Tensor], out: Tensor | None = None) -> Matrix:
+    """Copies of bf16 [*, cols], one below the other, in format "rows".
+
+    out: bf16 [rows, cols] to fill instead of new memory.
+    """
+    rows = 0
+    for weight in weights:
+        _check_bf16(weight)
+        rows += weight.shape[0]
+    shape = (rows, weights[0].shape[1])
+    data = empty_huge(shape, torch.bfloat16) if out is None else _checked_out(out, shape)
+    torch.cat(list(weights), out=data)
+    return Matrix("rows", *shape, data)
+
+
+def pack_tiles(weight: Tensor, out: Tensor | None = None) -> Matrix:
+    """bf16 [rows, cols], cols even, in format "tiles".
+
+    out: bf16 [tiles, cols/2, 16, 2] to fill instead of new memory; any stride between tiles.
+    """
+    _check_bf16(weight)
+    rows, cols = weight.shape
+    if cols % 2:
+        raise ValueError(f"Tiles hold pairs of columns; the matrix is [{rows}, {cols}].")
+    shape = (num_tiles(rows), cols // 2, TILE_ROWS, 2)
+    data = empty_huge(shape, torch.bfloat16) if out is None else _checked_out(out, shape)
+    # A pair of neighbouring columns is one 32-bit number.
+    pairs = weight.contiguous().view(torch.int32)  # [rows, cols/2]
+    lines = data.view(torch.int32).squeeze(-1)  # [tiles, cols/2, 16]
+    whole = rows // TILE_ROWS
+    blocks = pairs[: whole * TILE_ROWS].view(whole, TILE_ROWS, cols // 2)
+    lines[:whole].copy_(blocks.transpose(1, 2))
+    rest = rows - whole * TILE_ROWS
+    if rest:
+        lines[whole].zero_()
+        lines[whole, :, :rest].copy_(pairs[whole * TILE_ROWS :].t())
+    return Matrix("tiles", rows, cols, data)
+
+
+def pack_mxfp4_tiles(
+    packed: Tensor, scale: Tensor, out: tuple[Tensor, Tensor] | None = None
+) -> Matrix:
+    """Codes U8 [rows, cols/2] and scales U8 [rows, cols/32] in format "mxfp4_tiles".
+
+    out: (data, scales) to fill instead of new memory; any stride between tiles.
+    """
+    rows, half = packed.shape
+    cols = half * 2
+    if cols % MXFP4_GROUP or tuple(scale.shape) != (rows, cols // MXFP4_GROUP):
+        raise ValueError(
+            f"MXFP4 needs one scale for {MXFP4_GROUP} columns; the codes are [{rows}, {cols}], the "
+            f"scales {list(scale.shape)}."
+        )
+    groups = cols // MXFP4_GROUP
+    data_shape = (num_tiles(rows), groups, GROUP_BYTES)
+    scale_shape = (num_tiles(rows), groups, TILE_ROWS)
+    if out is None:
+        data, scales = empty_huge(data_shape, torch.uint8), empty_huge(scale_shape, torch.uint8)
+    else:
+        data, scales = _checked_out(out[0], data_shape), _checked_out(out[1], scale_shape)
+    words = _padded(_even_then_odd(packed.contiguous().view(_word())), 0)
+    blocks = words.view(-1, TILE_ROWS, groups, 4).permute(0, 2, 3, 1)
+    data.view(_word()).view(-1, groups, 4, TILE_ROWS).copy_(blocks)
+    padded_scale = _padded(scale, UNIT_SCALE).view(-1, TILE_ROWS, groups)
+    scales.copy_(padded_scale.transpose(1, 2))
+    return Matrix("mxfp4_tiles", rows, cols, data, scales)
+
+
+def to_rows(matrix: Matrix) -> Tensor:
+    """bf16 [rows, cols]; MXFP4 is dequantised, exactly."""
+    rows, cols = matrix.rows, matrix.cols
+    if matrix.format == "rows":
+        return matrix.data
+    if matrix.format == "tiles":
+        lines = matrix.data.contiguous().view(torch.int32).squeeze(-1)  # [tiles, cols/2, 16]
+        pairs = lines.transpose(1, 2).reshape(-1, cols // 2)[:rows]
+        return pairs.contiguous().view(torch.bfloat16)
+    codes, scale = to_mxfp4(matrix)
+    low = _code_table()[(codes & 15).int()]
+    high = _code_table()[(codes >> 4).int()]
+    values = torch.stack([low, high], dim=-1).view(rows, cols // MXFP4_GROUP, MXFP4_GROUP)
+    factors = (scale.int() << 23).view(torch.float32)
+    return (values * factors.unsqueeze(-1)).view(rows, cols).to(torch.bfloat16)
+
+
+def to_mxfp4(matrix: Matrix) -> tuple[Tensor, Tensor]:
+    """(codes U8 [rows, cols/2], scales U8 [rows, cols/32]) of a matrix in "mxfp4_tiles"."""
+    if matrix.format != "mxfp4_tiles" or matrix.scales is None:
+        raise ValueError(f"Only mxfp4_tiles hold MXFP4 codes; this matrix is in {matrix.format}.")
+    rows, groups = matrix.rows, matrix.cols // MXFP4_GROUP
+    blocks = matrix.data.contiguous().view(_word()).view(-1, groups, 4, TILE_ROWS)
+    words = blocks.permute(0, 3, 1, 2).reshape(-1, groups * 4)[:rows].contiguous()
+    scale = matrix.scales.transpose(1, 2).reshape(-1, groups)[:rows].contiguous()
+    return _interleave(words).view(torch.uint8), scale
+
+
+def _check_bf16(weight: Tensor) -> None:
+    if weight.dtype != torch.bfloat16 or weight.dim() != 2:
+        raise ValueError(
+            f"Matrices are packed from two-dimensional bf16; this one is {list(weight.shape)} "
+            f"{weight.dtype}."
+        )
+
+
+def _checked_out(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(out.shape) != shape:
+        raise ValueError(f"The packed matrix is {list(shape)}; out is {list(out.shape)}.")
+    return out
+
+
+def _word() -> torch.dtype:
+    """32-bit words of 8 codes; the formats are little-endian."""
+    if sys.byteorder != "little":
+        raise RuntimeError("The packed formats need a little-endian machine.")
+    return torch.int32
+
+
+def _padded(rows: Tensor, fill: int) -> Tensor:
+    missing = -rows.shape[0] % TILE_ROWS
+    if not missing:
+        return rows
+    return torch.cat([rows, rows.new_full((missing, rows.shape[1]), fill)])
+
+
+def _even_then_odd(words: Tensor) -> Tensor:
+    """8 codes of a row, in column order -> the 4 of even columns below the 4 of odd ones."""
+
+    def squeeze(spread: Tensor) -> Tensor:
+        spread = (spread | (spread >> 4)) & 0x00FF00FF
+        return (spread | (spread >> 8)) & 0x0000FFFF
+
+    mask = 0x0F0F0F0F
+    return squeeze(words & mask) | (squeeze((words >> 4) & mask) << 16)
+
+
+def _interleave(words: Tensor) -> Tensor:
+    """The inverse of `_even_then_odd`."""
+
+    def spread(half: Tensor) -> Tensor:
+        half = (half | (half << 8)) & 0x00FF00FF
+        return (half | (half << 4)) & 0x0F0F0F0F
+
+    return spread(words & 0xFFFF) | (spread((words >> 16) & 0xFFFF) << 4)
+
+
+def _code_table() -> Tensor:
+    magnitudes = torch.tensor(E2M1_MAGNITUDES)
+    return torch.cat([magnitudes, -magnitudes])
