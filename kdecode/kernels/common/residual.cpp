@@ -1,45 +1,40 @@
 #include "residual.h"
 
+#include "vec.h"
 #include "vmath.h"
 
 namespace kdecode::KD_NS {
 namespace {
 
-constexpr int kLanes = 16;     // partial sums, so that the compiler may vectorise without reordering anything
-constexpr int kBlock = 256;    // columns of one pass over the sources
+constexpr int kBlock = 256;  // columns of one pass over the sources
 
-float sum_lanes(const float* lanes) {
-  float sums[kLanes];
-  for (int i = 0; i < kLanes; ++i) sums[i] = lanes[i];
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
-  }
-  return sums[0];
-}
+struct Sums {
+  float squares;
+  float products;
+};
 
-float sum_of_squares(const bf16* x, std::int64_t width) {
-  float lanes[kLanes] = {};
+// sum x^2 and, unless `weight` is null, sum x * weight. Two accumulators of each hide the latency of an addition.
+Sums sums_of(const bf16* x, const float* weight, std::int64_t width) {
+  vec squares[2] = {}, products[2] = {};
   std::int64_t at = 0;
-  for (; at + kLanes <= width; at += kLanes) {
-    for (int i = 0; i < kLanes; ++i) lanes[i] = mul_add(widen(x[at + i]), widen(x[at + i]), lanes[i]);
+  for (; at + 2 * kLanes <= width; at += 2 * kLanes) {
+    for (int half = 0; half < 2; ++half) {
+      const vec value = load(x + at + half * kLanes);
+      squares[half] = mul_add(value, value, squares[half]);
+      if (weight != nullptr) products[half] = mul_add(value, load(weight + at + half * kLanes), products[half]);
+    }
   }
-  for (int i = 0; at + i < width; ++i) lanes[i] = mul_add(widen(x[at + i]), widen(x[at + i]), lanes[i]);
-  return sum_lanes(lanes);
+  Sums sums{sum(squares[0] + squares[1]), sum(products[0] + products[1])};
+  for (; at < width; ++at) {
+    const float value = widen(x[at]);
+    sums.squares = mul_add(value, value, sums.squares);
+    if (weight != nullptr) sums.products = mul_add(value, weight[at], sums.products);
+  }
+  return sums;
 }
 
-float inverse_rms(const bf16* x, float eps, std::int64_t width) {
-  return 1.0f / __builtin_sqrtf(sum_of_squares(x, width) / static_cast<float>(width) + eps);
-}
-
-// The score of one source: <x, weight> / rms(x).
-float score(const bf16* x, const float* weight, float eps, std::int64_t width) {
-  float lanes[kLanes] = {};
-  std::int64_t at = 0;
-  for (; at + kLanes <= width; at += kLanes) {
-    for (int i = 0; i < kLanes; ++i) lanes[i] = mul_add(widen(x[at + i]), weight[at + i], lanes[i]);
-  }
-  for (int i = 0; at + i < width; ++i) lanes[i] = mul_add(widen(x[at + i]), weight[at + i], lanes[i]);
-  return sum_lanes(lanes) * inverse_rms(x, eps, width);
+float inverse_rms(float squares, float eps, std::int64_t width) {
+  return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + eps);
 }
 
 // Scores -> weights that sum to 1.
@@ -61,7 +56,10 @@ void mix_row(const MixNorm& args, int row, bf16* out) {
   int count = 0;
   for (; count < args.num_snapshots; ++count) sources[count] = args.snapshots + (count * args.rows + row) * width;
   sources[count++] = args.prefix + row * width;
-  for (int i = 0; i < count; ++i) weights[i] = score(sources[i], args.mix_weight, args.eps, width);
+  for (int i = 0; i < count; ++i) {
+    const Sums sums = sums_of(sources[i], args.mix_weight, width);
+    weights[i] = sums.products * inverse_rms(sums.squares, args.eps, width);
+  }
   softmax(weights, count);
   for (std::int64_t start = 0; start < width; start += kBlock) {
     const int columns = static_cast<int>(width - start < kBlock ? width - start : kBlock);
@@ -77,7 +75,7 @@ void mix_row(const MixNorm& args, int row, bf16* out) {
 }  // namespace
 
 void rms_norm_row(const bf16* x, const float* weight, float eps, std::int64_t width, bf16* out) {
-  const float scale = inverse_rms(x, eps, width);
+  const float scale = inverse_rms(sums_of(x, nullptr, width).squares, eps, width);
   for (std::int64_t i = 0; i < width; ++i) out[i] = round_bf16(widen(x[i]) * scale * weight[i]);
 }
 
