@@ -283,6 +283,8 @@ class _Stages:
         else:
             delta = b["expert_sum"] if p.latent_up is None else b["routed"]
             shared = None if p.shared is None else b["shared"]
+            # A dense layer's; here the sum with the shared experts has no name of its own.
+            b.pop("mlp_delta", None)
         b["prefix"] = reference.mlp_residual(b["prefix"], delta, shared, self.rounding)
 
     def head(self) -> None:

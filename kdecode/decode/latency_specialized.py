@@ -184,8 +184,12 @@ class _Builder:
         )
 
     def _restrict(self, contract: OpContract, layer: int | None) -> OpContract:
-        """The contract without the stages and buffers that this model or layer does not have."""
+        """The contract without the stages and buffers that this model or layer does not have.
+
+        No snapshot has been taken before the first layer's mix.
+        """
         names = {spec.name for spec in self.specs}
+        readable = names - {"snapshots"} if "attn_mix" in contract.covers and layer == 0 else names
         covers = contract.covers
         if layer is not None:
             present = layer_stages(self.deployment.config, layer)
@@ -193,6 +197,6 @@ class _Builder:
         return replace(
             contract,
             covers=covers,
-            reads=tuple(name for name in contract.reads if name in names),
+            reads=tuple(name for name in contract.reads if name in readable),
             writes=tuple(name for name in contract.writes if name in names),
         )
