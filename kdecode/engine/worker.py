@@ -25,7 +25,7 @@ from kdecode.engine.loop import StepResult
 from kdecode.engine.request import Request
 from kdecode.engine.sampling import BadLogits, Draw, sample
 from kdecode.engine.scheduler import ScheduledStep
-from kdecode.model.layout import PackedMla, PackedModel, pack_model
+from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, pack_model
 from kdecode.model.weights import CheckpointReader
 
 Progress = Callable[[str, int, int], None]
@@ -99,7 +99,7 @@ def _banned(request: Request) -> tuple[int, ...]:
     return tuple(sorted(request.end_token_ids))
 
 
-def trunk_format(engine: EngineConfig) -> str:
+def trunk_format(engine: EngineConfig) -> TrunkFormat:
     """How the matrices outside the experts are packed: what the backend's decode steps read."""
     return "tiles" if engine.decode_backend == "latency_specialized" else "rows"
 

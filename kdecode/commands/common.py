@@ -1,0 +1,164 @@
+"""What several commands share: the model argument, engine settings, progress bars, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from kdecode.config import CacheDtype, DecodeBackend, EngineConfig, Isa
+
+if TYPE_CHECKING:
+    from kdecode.engine.engine import LLM
+
+_BAR_CELLS = 30
+_REDRAW_S = 0.1
+
+
+class InputError(ValueError):
+    """Input of a command that cannot be used; the message names the value and the limit."""
+
+
+class ProgressBar:
+    """One line on stderr that is drawn over; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._is_shown = sys.stderr.isatty()
+        self._drawn_s = 0.0
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        is_last = done >= total
+        if not self._is_shown or (now - self._drawn_s < _REDRAW_S and not is_last):
+            return
+        self._drawn_s = now
+        filled = _BAR_CELLS * done // max(total, 1)
+        bar = "#" * filled + "." * (_BAR_CELLS - filled)
+        self._write(f"{label} [{bar}] {done}/{total}")
+        if is_last:
+            self.clear()
+
+    def message(self, text: str) -> None:
+        """A line of what is going on, drawn over by the next one."""
+        if self._is_shown:
+            self._write(text)
+
+    def clear(self) -> None:
+        if self._is_shown:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="checkpoint directory; without it the embedded default model, made on first use",
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool = True) -> None:
+    defaults = EngineConfig()
+    group = parser.add_argument_group("engine")
+    if has_backend:
+        group.add_argument(
+            "--decode-backend", choices=get_args(DecodeBackend), default=defaults.decode_backend
+        )
+    group.add_argument("--threads", type=positive, help="default: every core it may use")
+    group.add_argument("--isa", choices=get_args(Isa), help="default: the best there is")
+    group.add_argument("--cache-dtype", choices=get_args(CacheDtype), default=defaults.cache_dtype)
+    group.add_argument(
+        "--cache-scale", type=float, help="scale of an fp8 cache that the checkpoint has none for"
+    )
+    group.add_argument("--page-tokens", type=positive, default=defaults.page_tokens)
+    group.add_argument("--engine-seed", type=int, default=defaults.seed)
+
+
+def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
+    """The arguments of `add_engine_arguments` as a configuration. Raises ConfigError."""
+    given: dict[str, Any] = {
+        "num_threads": args.threads,
+        "isa": args.isa,
+        "cache_dtype": args.cache_dtype,
+        "cache_scale": args.cache_scale,
+        "page_tokens": args.page_tokens,
+        "seed": args.engine_seed,
+    }
+    if hasattr(args, "decode_backend"):
+        given["decode_backend"] = args.decode_backend
+    return EngineConfig(**{**given, **settings})
+
+
+def model_directory(args: argparse.Namespace) -> Path:
+    """The model's directory; makes the default one if need be. Raises InputError."""
+    if args.model is None:
+        from kdecode.model.synthesis import default_model_directory
+
+        bar = ProgressBar()
+        directory = default_model_directory(lambda done, total: bar("default model", done, total))
+        print(f"no model was named; using the default model in {directory}", file=sys.stderr)
+        return directory
+    directory = Path(args.model)
+    if not directory.is_dir():
+        raise InputError(f"{directory} is not a directory with a checkpoint.")
+    return directory
+
+
+def open_model(directory: Path, config: EngineConfig) -> LLM:
+    """Builds an engine, with a progress bar."""
+    from kdecode.engine.engine import LLM
+
+    return LLM(directory, config, progress=ProgressBar())
+
+
+def context_tokens(*needed: int) -> int:
+    """max_context_tokens of an engine that serves requests of these lengths."""
+    return max(EngineConfig().max_context_tokens, *needed)
+
+
+def read_prompt_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the prompt file {path} cannot be read: {error}") from error
+
+
+def mebibytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write_json(document: Any, target: str, echo: Callable[[str], None] = print) -> None:
+    """Writes a document to a path, or to stdout for "-"."""
+    text = json.dumps(document, indent=2)
+    if target == "-":
+        echo(text)
+        return
+    try:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error}") from error

@@ -1,0 +1,134 @@
+"""`kdecode compare`: both backends in one process, same weights and prompts, measured in pairs."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from typing import TYPE_CHECKING, Any, get_args
+
+from kdecode.commands.common import (
+    ProgressBar,
+    add_engine_arguments,
+    add_model_argument,
+    context_tokens,
+    engine_config,
+    mebibytes,
+    model_directory,
+    open_model,
+    positive,
+    table,
+    write_json,
+)
+from kdecode.config import DecodeBackend
+
+if TYPE_CHECKING:
+    from kdecode.bench.engine_arm import EngineArm
+
+HELP = "measure two decode backends against each other"
+DESCRIPTION = (
+    "Exit codes: 0 for a verdict about speed, 3 when the arms are not comparable, 4 when their "
+    "outputs differ, 5 when the specialised path was not exercised."
+)
+
+# Logits of two correct backends differ by the roundings of every layer. Measured between `auto` and
+# the reference on all presets, the largest difference stays below a third of this.
+NEAR_TIE_ATOL = 0.15
+NEAR_TIE_RTOL = 0.02
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument("--prompts", type=positive, default=3, help="number of prompts")
+    parser.add_argument("--prompt-tokens", type=positive, default=128)
+    parser.add_argument("--output-tokens", type=positive, default=64)
+    parser.add_argument("--blocks", type=positive, default=6, help="2 or more")
+    parser.add_argument("--order", choices=("abba", "random"), default="abba")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, order and bootstrap")
+    backends = get_args(DecodeBackend)
+    parser.add_argument("--arm-a", choices=backends, default="auto", help="the baseline")
+    parser.add_argument("--arm-b", choices=backends, default="latency_specialized")
+    parser.add_argument("--near-tie-atol", type=float, default=NEAR_TIE_ATOL)
+    parser.add_argument("--near-tie-rtol", type=float, default=NEAR_TIE_RTOL)
+    parser.add_argument("--json", metavar="PATH", help="also write the whole comparison to PATH")
+    add_engine_arguments(parser, has_backend=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kdecode.bench.agreement import NearTie
+    from kdecode.bench.compare import CompareSettings, compare
+    from kdecode.bench.engine_arm import EngineArm
+    from kdecode.bench.machine import read_machine
+    from kdecode.bench.report import render, to_json
+    from kdecode.commands.common import InputError
+
+    try:
+        settings = CompareSettings(
+            max_tokens=args.output_tokens,
+            near_tie=NearTie(args.near_tie_atol, args.near_tie_rtol),
+            blocks=args.blocks,
+            order=args.order,
+            seed=args.seed,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    directory = model_directory(args)
+    length = context_tokens(args.prompt_tokens + args.output_tokens)
+    arms = []
+    for name, backend in zip(_names(args.arm_a, args.arm_b), (args.arm_a, args.arm_b), strict=True):
+        config = engine_config(
+            args, decode_backend=backend, max_context_tokens=length, max_requests=1
+        )
+        arms.append(EngineArm(name, open_model(directory, config)))
+    prompts = _prompts(arms[0], args)
+    bar = ProgressBar()
+    comparison = compare(arms[0], arms[1], prompts, settings, bar.message)
+    bar.clear()
+    machine = read_machine()
+    print(render(comparison, machine))
+    engines = [_engine_facts(arm) for arm in arms]
+    print(_engine_table(engines))
+    if args.json:
+        write_json({**to_json(comparison, machine), "engines": engines}, args.json)
+    return comparison.exit_code
+
+
+def _names(arm_a: str, arm_b: str) -> tuple[str, str]:
+    return (arm_a, arm_b) if arm_a != arm_b else (f"{arm_a} (a)", f"{arm_b} (b)")
+
+
+def _prompts(arm: EngineArm, args: argparse.Namespace) -> list[list[int]]:
+    """Random ordinary tokens, the same for a seed: nothing in them is easy to guess or cached."""
+    source = random.Random(args.seed)
+    num_base = arm.llm.tokenizer.num_base
+    return [
+        [source.randrange(num_base) for _ in range(args.prompt_tokens)] for _ in range(args.prompts)
+    ]
+
+
+def _engine_facts(arm: EngineArm) -> dict[str, Any]:
+    stats = arm.llm.stats()
+    return {
+        "name": arm.name,
+        "load_s": stats["build"]["open_s"],
+        "pack_s": stats["build"]["pack_s"],
+        "prepare_s": stats["build"]["prepare_s"],
+        "packed_bytes": stats["packed_bytes"],
+        "cache_bytes": stats["cache_bytes"],
+    }
+
+
+def _engine_table(engines: list[dict[str, Any]]) -> str:
+    """What each arm took to build and keeps in memory; each has its own packed weights."""
+    rows = [("engine", "open", "pack", "prepare", "packed weights", "caches")]
+    for engine in engines:
+        rows.append(
+            (
+                engine["name"],
+                f"{engine['load_s']:.2f} s",
+                f"{engine['pack_s']:.2f} s",
+                f"{engine['prepare_s']:.2f} s",
+                mebibytes(engine["packed_bytes"]),
+                mebibytes(engine["cache_bytes"]),
+            )
+        )
+    return table(rows)

@@ -1,0 +1,163 @@
+"""`kdecode generate`: one prompt, its reply as it comes, and what it took."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kdecode.commands.common import (
+    add_engine_arguments,
+    add_model_argument,
+    context_tokens,
+    engine_config,
+    model_directory,
+    open_model,
+    positive,
+    read_prompt_file,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from kdecode.engine.engine import LLM, ChatReply
+    from kdecode.engine.request import Output, SamplingParams
+
+HELP = "generate the reply to one prompt"
+DESCRIPTION = (
+    "The text streams to stdout and a line of metrics follows on stderr. With --chat the prompt is "
+    "a user's message, and the reply is printed when it is complete, its reasoning on stderr."
+)
+EXIT_BROKEN = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the prompt's text")
+    source.add_argument("--prompt-file", metavar="PATH", help="a file with the prompt's text")
+    parser.add_argument("--chat", action="store_true", help="encode the prompt as a chat")
+    parser.add_argument("--no-thinking", action="store_true", help="a chat reply without reasoning")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=positive, default=128)
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, default=0, help="0 is off")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--min-p", type=float, default=0.0)
+    sampling.add_argument("--seed", type=int, help="of the random draws")
+    sampling.add_argument(
+        "--stop", action="append", default=[], help="a text that ends the reply; repeatable"
+    )
+    sampling.add_argument("--min-tokens", type=int, default=0)
+    sampling.add_argument("--ignore-eos", action="store_true")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    params = _sampling(args)
+    prompt = args.prompt if args.prompt is not None else read_prompt_file(args.prompt_file)
+    # No token is shorter than a byte; a chat adds a header of fixed size.
+    longest = len(prompt.encode("utf-8", "surrogatepass")) + args.max_tokens + 1024
+    config = engine_config(args, max_context_tokens=context_tokens(longest), max_requests=1)
+    llm = open_model(model_directory(args), config)
+    reply = _reply(llm, args, prompt, params)
+    output = reply if not args.chat else reply.output
+    metrics = _metrics(output)
+    if args.json:
+        write_json(_document(llm, output, metrics, reply if args.chat else None), "-")
+    else:
+        print(_metrics_line(metrics, output), file=sys.stderr)
+    if output.error is not None:
+        print(f"kdecode generate: the reply broke: {output.error}", file=sys.stderr)
+        return EXIT_BROKEN
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    from kdecode.engine.request import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        min_tokens=args.min_tokens,
+    )
+
+
+def _reply(llm: LLM, args: argparse.Namespace, prompt: str, params: SamplingParams) -> Any:
+    """An Output, or with --chat a ChatReply; printed unless JSON is asked for."""
+    if args.chat:
+        messages = [{"role": "user", "content": prompt}]
+        chat = llm.chat(messages, params, thinking=not args.no_thinking)
+        if not args.json:
+            if chat.reasoning:
+                print(chat.reasoning, file=sys.stderr)
+            print(chat.response)
+        return chat
+    if args.json:
+        return llm.generate([prompt], params)[0]
+    output = llm.generate(
+        [prompt], params, on_token=lambda token: print(token.text, end="", flush=True)
+    )[0]
+    print()
+    return output
+
+
+def _metrics(output: Output) -> dict[str, Any]:
+    """The reply by the definitions of `bench.metrics`; None where they do not define a value."""
+    from kdecode.bench.engine_arm import record_of
+    from kdecode.bench.metrics import SPECIALIZED
+
+    if output.error is not None or not output.token_ids:
+        return {}
+    record = record_of(output)
+    metrics = record.metrics()
+    total = sum(record.decode_steps.values())
+    return {
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": metrics.n,
+        "prefill_s": record.prefill_ns / 1e9,
+        "ttft_s": metrics.ttft_s,
+        "tpot_s": metrics.tpot_s,
+        "decode_tps": metrics.decode_tps,
+        "e2e_s": metrics.e2e_s,
+        "coverage": record.decode_steps.get(SPECIALIZED, 0) / total if total else None,
+        "decode_steps": dict(record.decode_steps),
+        "fallback_reasons": dict(record.fallback_reasons),
+    }
+
+
+def _metrics_line(metrics: dict[str, Any], output: Output) -> str:
+    if not metrics:
+        return f"no measurement: the request ended with {output.finish_reason}"
+    decode = "undefined"
+    if metrics["decode_tps"] is not None:
+        decode = f"{metrics['decode_tps']:.1f} tok/s ({1000 * metrics['tpot_s']:.2f} ms/token)"
+    coverage = metrics["coverage"]
+    served = "no decode steps" if coverage is None else f"{100 * coverage:.0f} % specialized"
+    return (
+        f"{metrics['prompt_tokens']} prompt and {metrics['output_tokens']} output tokens, "
+        f"finish {output.finish_reason}; prefill {1000 * metrics['prefill_s']:.1f} ms, first token "
+        f"after {1000 * metrics['ttft_s']:.1f} ms, decode {decode}, {served}"
+    )
+
+
+def _document(
+    llm: LLM, output: Output, metrics: dict[str, Any], chat: ChatReply | None
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "error": output.error,
+        "metrics": metrics,
+        "config": llm.resolved_config(),
+    }
+    if chat is not None:
+        document |= {"reasoning": chat.reasoning, "response": chat.response}
+    return document

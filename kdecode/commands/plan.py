@@ -1,0 +1,101 @@
+"""`kdecode plan`: what a decode step runs, what each part covers, and the bytes it has to move."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from kdecode.commands.common import (
+    add_engine_arguments,
+    add_model_argument,
+    context_tokens,
+    engine_config,
+    mebibytes,
+    model_directory,
+    open_model,
+    positive,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from kdecode.decode.plan import DecodePlan, Step
+
+HELP = "print the plan of a decode step"
+DESCRIPTION = (
+    "Weight bytes are those of one row; more rows read more experts. Where the backend cannot run, "
+    "every reason is printed and the exit code is 1."
+)
+EXIT_REFUSED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument("--rows", type=positive, default=1, help="requests of the step")
+    parser.add_argument(
+        "--context-tokens", type=positive, default=1024, help="tokens in each request's cache"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kdecode.decode.latency_specialized import BackendRefusedError
+
+    config = engine_config(
+        args, max_context_tokens=context_tokens(args.context_tokens), max_requests=1
+    )
+    try:
+        llm = open_model(model_directory(args), config)
+    except BackendRefusedError as error:
+        if args.json:
+            write_json({"backend": config.decode_backend, "refusals": str(error)}, "-")
+        else:
+            print(error)
+        return EXIT_REFUSED
+    plan = llm.decode_plan(args.rows)
+    document = _document(plan, args.rows, args.context_tokens, config.cache_dtype)
+    document["requested_backend"] = config.decode_backend
+    if args.json:
+        write_json(document, "-")
+        return 0
+    print(plan.explain())
+    if plan.backend != config.decode_backend:
+        print(f"{config.decode_backend} has no plan for {args.rows} rows; this is what runs.")
+    print(
+        f"a step of 1 row reads {mebibytes(document['weight_bytes'])} of weights; each row moves "
+        f"{mebibytes(document['state_bytes_per_row'])} of state and cache at "
+        f"{args.context_tokens:,} tokens of context"
+    )
+    return 0
+
+
+def _document(plan: DecodePlan, rows: int, context: int, cache_dtype: str) -> dict[str, Any]:
+    from kdecode.cache.budget import item_bytes
+    from kdecode.decode.traffic import stage_state_bytes
+
+    item = item_bytes(cache_dtype)
+    return {
+        "backend": plan.backend,
+        "rows": rows,
+        "steps": [_step(step) for step in plan.steps],
+        "weight_bytes": sum(step.weight_bytes or 0 for step in plan.steps),
+        "state_bytes_per_row": sum(
+            stage_state_bytes(plan.config, layer, stage, context, item)
+            for step in plan.steps
+            for layer, stage in step.stages
+        ),
+        "context_tokens": context,
+        "refusals": [],
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "layer": step.layers[0],
+        "op": step.op,
+        "impl": step.impl,
+        "covers": list(step.covers),
+        "reads": list(step.reads),
+        "writes": list(step.writes),
+        "weight_bytes": step.weight_bytes,
+    }

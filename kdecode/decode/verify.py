@@ -1,0 +1,232 @@
+"""A backend's decode step against the reference, one step of its plan at a time.
+
+Owns the walk: each step is given the oracle's inputs, so that what is measured is that step's own
+error and not the sum of all before it, and is then compared in every buffer and state it writes, by
+the tolerance of its contract. Does not know how plans or caches are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdecode.cache.batch import StepBatch
+from kdecode.cache.caches import Caches
+from kdecode.config import ModelConfig
+from kdecode.decode.plan import DecodePlan, Step
+from kdecode.decode.runner import load_inputs
+from kdecode.decode.step_tensors import derive
+from kdecode.kernels.contract import Tolerance
+from kdecode.model.parameters import ModelParameters, MoeParameters
+from kdecode.testing.compare import Difference, difference
+
+# Two experts whose biased scores differ by less may change places: a sigmoid's slope is at most a
+# quarter, and a router logit is a product of bf16 inputs with a relative error of 2^-8 each.
+ROUTE_TIE = 4e-3
+# Two neighbours of E4M3 are up to an eighth apart, near zero 2^-9 of the scale.
+_FP8_STEP = Tolerance(rtol=0.13, atol=2e-3, rms_ratio=0.05)
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """One buffer or state after one step. ratio: largest error over its bound; 1 is the limit."""
+
+    step: int
+    op: str
+    layer: int | None
+    buffer: str
+    ratio: float
+    rms_ratio: float
+    rms_limit: float
+    has_same_special: bool = True
+
+    @property
+    def is_within(self) -> bool:
+        return self.has_same_special and self.ratio <= 1.0 and self.rms_ratio <= self.rms_limit
+
+
+def copy_caches(source: Caches, target: Caches) -> None:
+    """Gives two caches of one size the same contents; who holds what is not copied."""
+    for name in ("conv", "recurrent", "pages"):
+        for layer, tensor in getattr(source, name).items():
+            getattr(target, name)[layer].copy_(tensor)
+
+
+def load_step(plan: DecodePlan, batch: StepBatch) -> None:
+    """Gives a plan its step without running it."""
+    if plan.rows is not None:
+        load_inputs(plan, batch)
+        return
+    plan.buffers.batch = batch
+    if plan.backend == "auto":
+        plan.buffers.step = derive(batch, plan.config, plan.buffers.caches, "cpu")
+
+
+def check_steps(
+    plan: DecodePlan,
+    oracle: DecodePlan,
+    batch: StepBatch,
+    parameters: ModelParameters,
+    num_layers: int | None = None,
+) -> Iterator[StepCheck]:
+    """Runs a decode step on both plans and yields what was compared, step by step.
+
+    The caches of the two must have equal contents and separate memory. num_layers: stop before this
+    layer. An expert choice that differs at a tie is no error; see `ROUTE_TIE`.
+    """
+    load_step(plan, batch)
+    load_step(oracle, batch)
+    pending = list(oracle.steps)
+    for index, step in enumerate(plan.steps):
+        layer = step.layers[0]
+        if num_layers is not None and (layer if layer is not None else index) >= num_layers:
+            return
+        for name in step.reads:
+            _give(plan.buffers, oracle.buffers, name)
+        step.run()
+        written = set[str]()
+        for _ in step.stages:
+            other = pending.pop(0)
+            other.run()
+            written.update(other.writes)
+        for name in step.writes:
+            # Weights are compared with the experts that they belong to.
+            if name in written and name != "route_weights":
+                yield _check_buffer(plan, oracle, index, step, name, parameters)
+        yield from _check_state(plan, oracle, index, step, batch)
+
+
+def _give(target: dict[str, Tensor], source: dict[str, Tensor], name: str) -> None:
+    """Writes the oracle's value into a buffer that exists; snapshots as many as there are."""
+    if name not in source or name not in target:
+        return
+    ours, theirs = target[name], source[name]
+    if name == "snapshots":
+        ours = ours[: theirs.shape[0]]
+    ours.copy_(theirs)
+
+
+def _check_buffer(
+    plan: DecodePlan,
+    oracle: DecodePlan,
+    index: int,
+    step: Step,
+    name: str,
+    parameters: ModelParameters,
+) -> StepCheck:
+    actual, gold = plan.buffers[name], oracle.buffers[name]
+    if name == "route_ids":
+        return _check_route(plan, oracle, index, step, parameters)
+    if name == "snapshots":
+        actual = actual[: gold.shape[0]]
+    return _compare(index, step, name, actual, gold, step.tolerance)
+
+
+def _check_route(
+    plan: DecodePlan, oracle: DecodePlan, index: int, step: Step, parameters: ModelParameters
+) -> StepCheck:
+    """Chosen experts and their weights, where the choice is clear; in order of the experts."""
+    layer = step.layers[0]
+    assert layer is not None
+    moe = parameters.layers[layer].mlp
+    assert isinstance(moe, MoeParameters)
+    scores = torch.sigmoid(oracle.buffers["mlp_in"].float() @ moe.router.float().T)
+    biased = scores + moe.router_bias.float()
+    ours, order = plan.buffers["route_ids"].long().sort(-1)
+    theirs, oracle_order = oracle.buffers["route_ids"].long().sort(-1)
+    worst = 0.0
+    clear = []
+    for row in range(ours.shape[0]):
+        mine, wanted = set(ours[row].tolist()), set(theirs[row].tolist())
+        if mine == wanted and len(mine) == ours.shape[1]:
+            clear.append(row)
+            continue
+        if not all(0 <= expert < biased.shape[1] for expert in mine) or len(mine) < len(wanted):
+            worst = float("inf")
+            continue
+        gap = max(float(biased[row, e]) for e in wanted - mine) - min(
+            float(biased[row, e]) for e in mine - wanted
+        )
+        worst = max(worst, gap / ROUTE_TIE)
+    weights = plan.buffers["route_weights"].gather(-1, order)[clear]
+    gold = oracle.buffers["route_weights"].gather(-1, oracle_order)[clear]
+    found = _compare(index, step, "route", weights, gold, step.tolerance)
+    return StepCheck(
+        index,
+        step.op,
+        layer,
+        "route",
+        max(found.ratio, worst),
+        found.rms_ratio,
+        found.rms_limit,
+        found.has_same_special,
+    )
+
+
+def _check_state(
+    plan: DecodePlan, oracle: DecodePlan, index: int, step: Step, batch: StepBatch
+) -> Iterator[StepCheck]:
+    """Windows and states of the step's requests, and the cache rows that it wrote."""
+    ours, theirs = plan.buffers.caches, oracle.buffers.caches
+    slots = [request.slot for request in batch.requests]
+    for layer, stage in step.stages:
+        if stage == "kda_conv":
+            pair = ours.conv[layer][slots], theirs.conv[layer][slots]
+            yield _compare(index, step, "conv", *pair, step.tolerance)
+        elif stage == "kda_step":
+            pair = ours.recurrent[layer][slots], theirs.recurrent[layer][slots]
+            yield _compare(index, step, "recurrent", *pair, step.tolerance)
+        elif stage == "mla_insert":
+            pair = _written(ours, layer, batch), _written(theirs, layer, batch)
+            tolerance = _FP8_STEP if ours.cache_dtype == "fp8" else step.tolerance
+            yield _compare(index, step, "cache row", *pair, tolerance)
+
+
+def _written(caches: Caches, layer: int | None, batch: StepBatch) -> Tensor:
+    """The rows [R, cache_width] that a decode step put into a layer's pages."""
+    assert layer is not None
+    rows = []
+    for request in batch.requests:
+        page, place = divmod(request.start, caches.page_tokens)
+        rows.append(caches.pages[layer][request.pages[page], place].float())
+    return torch.stack(rows)
+
+
+def _compare(
+    index: int, step: Step, name: str, actual: Tensor, gold: Tensor, tolerance: Tolerance
+) -> StepCheck:
+    found: Difference = difference(actual, gold, tolerance)
+    same = bool((torch.isfinite(actual.float()) == torch.isfinite(gold.float())).all())
+    return StepCheck(
+        index,
+        step.op,
+        step.layers[0],
+        name,
+        found.ratio,
+        found.rms_ratio,
+        tolerance.rms_ratio,
+        same,
+    )
+
+
+def model_state(config: ModelConfig, caches: Caches, batch: StepBatch) -> dict[str, Tensor]:
+    """Everything that the caches hold of a step's requests, by kind and layer, as fp32 or fp64.
+
+    Call it with the batch of a step that has run: its tokens are counted in.
+    """
+    slots = [request.slot for request in batch.requests]
+    state: dict[str, Tensor] = {}
+    for layer, kind in enumerate(config.layer_kinds):
+        if kind == "kda":
+            state[f"conv.{layer}"] = caches.conv[layer][slots].float()
+            state[f"recurrent.{layer}"] = caches.recurrent[layer][slots]
+            continue
+        rows = []
+        for request in batch.requests:
+            stored = caches.pages[layer][list(request.pages)].flatten(0, 1)
+            rows.append(stored[: request.start + len(request.token_ids)].float())
+        state[f"pages.{layer}"] = torch.cat(rows) * caches.scales[layer]
+    return state
