@@ -24,14 +24,18 @@ from torch import Tensor
 from kdecode.config import ModelConfig
 from kdecode.kernels.contract import Tolerance
 from kdecode.model import reference
-from kdecode.model.parameters import ModelParameters
+from kdecode.model.parameters import ModelParameters, MoeParameters
 from kdecode.model.reference import GOLD, GOLD32, ROUNDED, RequestState, Rounding
 from kdecode.model.weights import CheckpointReader
 from kdecode.testing.compare import assert_close, difference, near_tie, state_close
 
 PROMPT, DECODED = 40, 64
 THEIR_LATENT_EPS = 1e-6
-FP32 = Tolerance(rtol=1e-4, atol=2e-4, rms_ratio=2e-5)
+FP32 = Tolerance(rtol=1e-4, atol=1e-4, rms_ratio=1e-5)
+# Logits have a deviation near 1. The aggregate is the tight bound: a row whose KDA output is small
+# before its norm has several times the error of the others, on either side.
+BF16 = Tolerance(rtol=0.1, atol=1.0, rms_ratio=0.06)
+NEAR_TIE = 0.25
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,24 @@ class Ours:
         mla = dataclasses.replace(self.config.mla, latent_norm_eps=eps)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, mla=mla))
 
-    def with_every_expert(self) -> Ours:
-        moe = dataclasses.replace(self.config.moe, top_k=self.config.moe.num_experts)
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, moe=moe))
+    def with_settled_experts(self) -> Ours:
+        """The same model with router biases so far apart that no rounding changes a choice."""
+        generator = torch.Generator().manual_seed(1)
+        experts = self.config.moe.num_experts
+        layers = []
+        for layer in self.parameters.layers:
+            if isinstance(layer.mlp, MoeParameters):
+                bias = torch.randperm(experts, generator=generator) * 4.0
+                mlp = dataclasses.replace(layer.mlp, router_bias=bias)
+                layer = dataclasses.replace(layer, mlp=mlp)
+            layers.append(layer)
+        parameters = dataclasses.replace(self.parameters, layers=tuple(layers))
+        return dataclasses.replace(self, parameters=parameters)
+
+    def run_at_once(self, ids: Tensor, rounding: Rounding) -> Tensor:
+        """Logits of all tokens in one forward: the same numbers in gold, and quicker."""
+        state = RequestState.new(self.config, rounding)
+        return reference.forward(self.parameters, self.config, ids, state, rounding)
 
     def run(self, ids: Tensor, rounding: Rounding) -> tuple[Tensor, RequestState]:
         """Logits of the prompt in one forward, then of each token alone."""
@@ -149,44 +168,33 @@ def test_fp32_logits_and_caches(mini_linear_checkpoint: Path, ours: Ours, ids: T
     state_close(_our_state(state), _their_state(ours.config, cache), bounds, "caches")
 
 
-def test_bf16_with_every_expert(mini_linear_checkpoint: Path, ours: Ours, ids: Tensor) -> None:
-    """No choice of experts, so what is left is rounding: every element within bf16 noise.
+def test_bf16_logits_and_tokens(mini_linear_checkpoint: Path, ours: Ours, ids: Tensor) -> None:
+    """With experts that rounding cannot swap, what is left is bf16 noise, and it is measured.
 
-    The noise is measured: both are about equally far from gold, and no farther from each other.
+    Neither side is farther from gold than the noise allows, and the two errors are independent:
+    the distance between the sides is the root of the sum of their squares.
     """
-    every = ours.with_every_expert()
-    model = _load_theirs(
-        mini_linear_checkpoint, torch.bfloat16, num_experts_per_token=every.config.moe.top_k
-    )
+    settled = ours.with_settled_experts()
+    model = _load_theirs(mini_linear_checkpoint, torch.bfloat16)
+    for layer, p in zip(model.model.layers, settled.parameters.layers, strict=True):
+        if isinstance(p.mlp, MoeParameters):
+            layer.mlp.gate.e_score_correction_bias.copy_(p.mlp.router_bias)
     theirs, _ = _run_theirs(model, ids)
-    rounded, _ = every.run(ids, ROUNDED)
-    gold, _ = every.run(ids, GOLD)
-    noise = Tolerance(rtol=0.1, atol=0.2, rms_ratio=0.04)
+    rounded, _ = settled.run(ids, ROUNDED)
+    gold = settled.run_at_once(ids, GOLD)
     for part in (slice(0, PROMPT), slice(PROMPT, None)):
-        ours_error = assert_close(rounded[part], gold[part], noise, "reference").rms_ratio
-        their_error = assert_close(theirs[part], gold[part], noise, "transformers").rms_ratio
-        between = assert_close(rounded[part], theirs[part], noise, "between").rms_ratio
+        ours_error = assert_close(rounded[part], gold[part], BF16, "reference").rms_ratio
+        their_error = assert_close(theirs[part], gold[part], BF16, "transformers").rms_ratio
+        between = assert_close(rounded[part], theirs[part], BF16, "between").rms_ratio
         assert ours_error <= 1.2 * their_error
-        assert between <= 1.5 * (ours_error + their_error)
-
-
-def test_bf16_tokens(mini_linear_checkpoint: Path, ours: Ours, ids: Tensor) -> None:
-    """With the model's own routing: greedy choices agree, or are near-ties of the other side."""
-    theirs, _ = _run_theirs(_load_theirs(mini_linear_checkpoint, torch.bfloat16), ids)
-    rounded, _ = ours.run(ids, ROUNDED)
-    error = (rounded - theirs).square().mean(-1).sqrt() / theirs.square().mean(-1).sqrt()
-    assert float(error.median()) < 0.04
-    # A row whose experts were chosen differently is no rounding error; there are few.
-    same_experts = error < 0.1
-    assert int((~same_experts).sum()) <= 0.2 * len(ids)
-    for row in same_experts.nonzero().flatten().tolist():
-        near_tie(theirs[row], int(rounded[row].argmax()), tolerance=0.2)
+        assert between <= 1.2 * (ours_error**2 + their_error**2) ** 0.5
+    for row in range(len(ids)):
+        near_tie(theirs[row], int(rounded[row].argmax()), NEAR_TIE)
 
 
 def test_what_the_latent_eps_does(ours: Ours, ids: Tensor) -> None:
-    """1e-6 or 1e-5 in the two latent norms: far below bf16 noise."""
-    config_eps = ours.with_latent_eps(ours.config.rms_eps)
-    moved = config_eps.with_every_expert().run(ids, GOLD)[0]
-    fixed = ours.with_every_expert().run(ids, GOLD)[0]
-    found = difference(moved, fixed, FP32)
-    assert 0.0 < found.rms_ratio < 1e-3
+    """1e-6 or 1e-5 in the latent norm: far below bf16 noise."""
+    settled = ours.with_settled_experts()
+    fixed = settled.run_at_once(ids, GOLD)
+    moved = settled.with_latent_eps(ours.config.rms_eps).run_at_once(ids, GOLD)
+    assert 0.0 < difference(moved, fixed, FP32).rms_ratio < 1e-4
