@@ -12,6 +12,7 @@ constexpr int kHeadBlock = 16;   // heads that share one pass over the cache
 constexpr int kTokenBlock = 64;  // tokens of one round of the online softmax; their rows stay in the second-level cache
 constexpr int kScoreHeads = 4;
 constexpr int kScoreTokens = kLanes == 16 ? 4 : 2;
+constexpr int kPrefetchTokens = 8;  // how far ahead of the scores rows are asked for; the hardware follows four rows at once badly
 constexpr int kSumHeads = kLanes == 16 ? 8 : 4;
 
 static_assert(kTokenBlock % kScoreTokens == 0 && kHeadBlock % kScoreHeads == 0, "padding must stay inside the block");
@@ -20,11 +21,9 @@ struct Shape {
   explicit Shape(const MlaFrontArgs& args)
       : cache_width(args.kv_rank + args.rope_dim),
         qk_dim(args.nope_dim + args.rope_dim),
-        query_width(args.q_b.data != nullptr ? args.q_b.cols : std::int64_t{args.heads} * qk_dim),
-        head_blocks((args.heads + kHeadBlock - 1) / kHeadBlock) {}
+        query_width(args.q_b.data != nullptr ? args.q_b.cols : std::int64_t{args.heads} * qk_dim) {}
   int cache_width, qk_dim;
   std::int64_t query_width;  // columns of the query in mla_proj; the latent comes next
-  int head_blocks;
 };
 
 inline std::int64_t cache_row(const MlaFrontArgs& args, int row, std::int64_t token) {
@@ -85,30 +84,44 @@ void query_head(const MlaFrontArgs& args, int head) {
   }
 }
 
+#if defined(__AVX512BF16__)
+constexpr int kScoreColumns = 32;
+using Columns = __m512i;
+inline Columns load_columns(const bf16* x) { return _mm512_loadu_si512(x); }
+// The first 16 columns; the others are zero.
+inline Columns load_half(const bf16* x) { return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+inline vec add_products(vec acc, Columns x, Columns y) { return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)y); }
+#else
+constexpr int kScoreColumns = kLanes;
+using Columns = vec;
+inline Columns load_columns(const bf16* x) { return load(x); }
+inline Columns load_half(const bf16* x) { return load(x); }  // never needed: 16 is a multiple of kScoreColumns
+inline vec add_products(vec acc, Columns x, Columns y) { return mul_add(x, y, acc); }
+#endif
+
+template <Columns (*kLoad)(const bf16*)>
+inline void score_columns(const bf16* const* query, const bf16* const* token, int column, vec (&acc)[kScoreTokens][kScoreHeads]) {
+  Columns q[kScoreHeads];
+  for (int h = 0; h < kScoreHeads; ++h) q[h] = kLoad(query[h] + column);
+  for (int t = 0; t < kScoreTokens; ++t) {
+    const Columns x = kLoad(token[t] + column);
+    for (int h = 0; h < kScoreHeads; ++h) acc[t][h] = add_products(acc[t][h], x, q[h]);
+  }
+}
+
 // scores[t][h] = <query[h], token[t]> of kScoreHeads heads and kScoreTokens tokens; `width` is a multiple of 16.
 inline void score_tile(const bf16* const* query, const bf16* const* token, int width, float* scores) {
   vec acc[kScoreTokens][kScoreHeads] = {};
-#if defined(__AVX512BF16__)
-  for (int column = 0; column < width; column += 32) {
-    const __mmask32 mask = width - column >= 32 ? 0xffffffffu : 0xffffu;
-    __m512i q[kScoreHeads];
-    for (int h = 0; h < kScoreHeads; ++h) q[h] = _mm512_maskz_loadu_epi16(mask, query[h] + column);
-    for (int t = 0; t < kScoreTokens; ++t) {
-      const __m512i x = _mm512_maskz_loadu_epi16(mask, token[t] + column);
-      for (int h = 0; h < kScoreHeads; ++h) acc[t][h] = _mm512_dpbf16_ps(acc[t][h], (__m512bh)x, (__m512bh)q[h]);
-    }
-  }
-#else
-  for (int column = 0; column < width; column += kLanes) {
-    vec q[kScoreHeads];
-    for (int h = 0; h < kScoreHeads; ++h) q[h] = load(query[h] + column);
-    for (int t = 0; t < kScoreTokens; ++t) {
-      const vec x = load(token[t] + column);
-      for (int h = 0; h < kScoreHeads; ++h) acc[t][h] = mul_add(x, q[h], acc[t][h]);
-    }
-  }
-#endif
+  int column = 0;
+  for (; column + kScoreColumns <= width; column += kScoreColumns) score_columns<load_columns>(query, token, column, acc);
+  if (column < width) score_columns<load_half>(query, token, column, acc);
   for (int t = 0; t < kScoreTokens; ++t) sum_each(acc[t], scores + t * kHeadBlock);
+}
+
+// Asks for a cache row, into the second-level cache.
+inline void prefetch_row(const bf16* row, int width) {
+  constexpr int kLineNumbers = 64 / sizeof(bf16);
+  for (int column = 0; column < width; column += kLineNumbers) __builtin_prefetch(row + column, 0, 2);
 }
 
 // sums[h][column...] = kept[h] * sums[h] + sum_t weights[t][h] * token[t][column...] of H heads and N vectors of columns.
@@ -239,7 +252,12 @@ void attend_split(const MlaFrontArgs& args, int row, int split, int first_head, 
     const int count = static_cast<int>(end - first < kTokenBlock ? end - first : kTokenBlock);
     gather_tokens(args, row, first, count, width, wide, token);
     for (int t = 0; t < count; t += kScoreTokens) {
-      for (int h = 0; h < heads; h += kScoreHeads) score_tile(query + h, token + t, width, scores + t * kHeadBlock + h);
+      for (int h = 0; h < heads; h += kScoreHeads) {
+        // One row at a time, so that the products hide the loads.
+        const int ahead = t + kPrefetchTokens + h / kScoreHeads;
+        if (ahead < count) prefetch_row(token[ahead], width);
+        score_tile(query + h, token + t, width, scores + t * kHeadBlock + h);
+      }
     }
     softmax.round(scores, count, args.softmax_scale);
     const bool is_first = first == start;
@@ -311,10 +329,18 @@ int most_splits(const MlaFrontArgs& args) {
   return most;
 }
 
+// Heads of one unit: all that may share a pass over the cache, but fewer if threads would be idle. A head's result does not
+// depend on it.
+int heads_per_unit(const MlaFrontArgs& args, int splits, int threads) {
+  int block = kHeadBlock;
+  const auto units = [&] { return std::int64_t{args.mix.rows} * splits * ((args.heads + block - 1) / block); };
+  while (threads > 1 && block > kScoreHeads && units() < 2 * threads) block /= 2;
+  return block;
+}
+
 }  // namespace
 
 void mla_front(const MlaFrontArgs& args, Worker& worker) {
-  const Shape shape(args);
   const int rows = args.mix.rows;
   worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t row = first; row < last; ++row) mix_norm_row(args.mix, static_cast<int>(row));
@@ -343,13 +369,15 @@ void mla_front(const MlaFrontArgs& args, Worker& worker) {
 
   // Blocks of heads innermost: they read the same rows at about the same time.
   const int splits = most_splits(args);
-  worker.split(std::int64_t{rows} * splits * shape.head_blocks, 1, [&](std::int64_t first, std::int64_t last) {
+  const int block = heads_per_unit(args, splits, worker.count());
+  const int blocks = (args.heads + block - 1) / block;
+  worker.split(std::int64_t{rows} * splits * blocks, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t unit = first; unit < last; ++unit) {
-      const int head = static_cast<int>(unit % shape.head_blocks) * kHeadBlock;
-      const int split = static_cast<int>(unit / shape.head_blocks % splits);
-      const int row = static_cast<int>(unit / shape.head_blocks / splits);
+      const int head = static_cast<int>(unit % blocks) * block;
+      const int split = static_cast<int>(unit / blocks % splits);
+      const int row = static_cast<int>(unit / blocks / splits);
       if (split >= num_splits(args, row)) continue;
-      attend_split(args, row, split, head, args.heads - head < kHeadBlock ? args.heads - head : kHeadBlock);
+      attend_split(args, row, split, head, args.heads - head < block ? args.heads - head : block);
     }
   });
   worker.barrier();

@@ -199,13 +199,15 @@ def test_a_row_does_not_depend_on_the_others(isa, cache_dtype, pool):
     bit_equal(together.pages, pages, "pages")
 
 
-def test_threads_do_not_change_a_bit(pool):
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("positions", [[200, 90], [30]])
+def test_threads_do_not_change_a_bit(isa, positions, pool):
+    """Nor does the number of heads that share a unit of work, which depends on the threads."""
     config = cases.model("k3", "uneven")
-    positions = [200, 90]
     inputs = cases.inputs_of(config, LAYER, len(positions))
     runs = []
     for threads in (Pool(1), pool, Pool(5, True)):
-        runs.append(Run(config, cases.Setting(ISAS[0], threads), inputs, positions))
+        runs.append(Run(config, cases.Setting(isa, threads), inputs, positions))
         runs[-1].run()
     for other in runs[1:]:
         for name in CONTRACT.writes:
