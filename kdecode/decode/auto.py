@@ -61,13 +61,17 @@ def run_standard(plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
 
     Raises StepError, with nothing written, for a batch that names what does not exist.
     """
-    buffers = plan.buffers
-    device = buffers.scratch.device
-    buffers.batch = batch
-    buffers.step = derive(batch, plan.config, buffers.caches, device)
+    load_step(plan, batch)
     with torch.no_grad():
         plan.run()
-    return buffers["logits"]
+    return plan.buffers["logits"]
+
+
+def load_step(plan: DecodePlan, batch: StepBatch) -> None:
+    """Derives the batch's metadata; nothing of the last step's stays. Raises StepError."""
+    buffers = plan.buffers
+    buffers.batch = batch
+    buffers.step = derive(batch, plan.config, buffers.caches, buffers.scratch.device)
 
 
 def _buffer_specs(config: ModelConfig) -> tuple[Buffer, ...]:

@@ -72,7 +72,7 @@ def make_head_linear(matrix: Matrix, heads: int, scratch: Scratch) -> Linear:
 
     def run(x: Tensor) -> Tensor:
         rows = x.shape[0]
-        by_head = x.transpose(0, 1).reshape(heads * rows, matrix.cols)
+        by_head = x.transpose(0, 1).reshape(heads * rows, matrix.cols).contiguous()
         if rows <= NATIVE_ROWS:
             out = tiles_linear_grouped(by_head, matrices, [rows] * heads)
             return out.view(heads, rows, width).transpose(0, 1)

@@ -1,0 +1,86 @@
+"""Products of the standard forward: every format, on both sides of the switch to unpacking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.linear import product
+from kdecode.kernels.linear.product import Scratch, make_head_linear, make_linear
+from kdecode.kernels.linear.unpack import unpack_rows
+
+ROWS = (1, product.NATIVE_ROWS, product.NATIVE_ROWS + 1, 40)
+
+
+def _matrix(
+    random_matrix: Callable[..., Any], form: str, rows: int, cols: int
+) -> tuple[Matrix, torch.Tensor]:
+    if form == "rows":
+        dense = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).bfloat16()
+        return Matrix("rows", rows, cols, dense), dense.double()
+    made = random_matrix(form, rows, cols)
+    return made.matrix, made.dense
+
+
+def _input(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("form", ["rows", "tiles", "mxfp4_tiles"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("is_fp32", [False, True])
+def test_linear(random_matrix: Callable[..., Any], form: str, rows: int, is_fp32: bool) -> None:
+    matrix, dense = _matrix(random_matrix, form, 72, 64)
+    # A column slice, as the ops pass them.
+    x = _input(rows, 70)[:, :64]
+    out_dtype = torch.float32 if is_fp32 else torch.bfloat16
+    y = make_linear(matrix, Scratch("cpu"), out_dtype)(x)
+    gold = x.double() @ dense.T
+    assert y.dtype == out_dtype
+    bound = 1e-5 if is_fp32 else 2.0**-8
+    assert (y.double() - gold).abs().max() <= bound * gold.abs().max()
+
+
+@pytest.mark.parametrize("form", ["tiles", "mxfp4_tiles"])
+def test_a_large_matrix_is_unpacked_in_blocks(
+    random_matrix: Callable[..., Any], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, dense = _matrix(random_matrix, form, 72, 64)
+    monkeypatch.setattr(product, "_BLOCK_BYTES", 2 * 16 * 64 * 2)  # two tiles: blocks of 32, 32, 8
+    scratch = Scratch("cpu")
+    x = _input(20, 64)
+    y = make_linear(matrix, scratch)(x)
+    assert (y.double() - x.double() @ dense.T).abs().max() <= 2.0**-8 * dense.abs().max() * 64
+    assert scratch.take(1, 1).untyped_storage().nbytes() == 32 * 64 * 2
+
+
+@pytest.mark.parametrize("form", ["rows", "tiles"])
+@pytest.mark.parametrize("width", [16, 24])
+@pytest.mark.parametrize("rows", ROWS)
+def test_head_linear(random_matrix: Callable[..., Any], form: str, width: int, rows: int) -> None:
+    """Heads of whole tiles are sliced; others are not."""
+    heads, cols = 3, 32
+    matrix, dense = _matrix(random_matrix, form, heads * width, cols)
+    x = _input(rows, heads, cols)
+    y = make_head_linear(matrix, heads, Scratch("cpu"))(x)
+    gold = torch.einsum("rhc,hwc->rhw", x.double(), dense.view(heads, width, cols))
+    assert y.shape == gold.shape
+    assert (y.double() - gold).abs().max() <= 2.0**-8 * gold.abs().max()
+
+
+@pytest.mark.parametrize("form", ["tiles", "mxfp4_tiles"])
+@pytest.mark.parametrize("rows", [16, 72, 5])
+def test_torch_unpacks_exactly(random_matrix: Callable[..., Any], form: str, rows: int) -> None:
+    made = random_matrix(form, rows, 96)
+    assert torch.equal(unpack_rows(made.matrix).double(), made.dense)
+
+
+def test_scratch_grows_and_is_shared() -> None:
+    scratch = Scratch("cpu")
+    first = scratch.take(4, 8)
+    assert scratch.take(8, 4).data_ptr() == first.data_ptr()
+    assert scratch.take(8, 8).shape == (8, 8)
