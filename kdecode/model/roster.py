@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kdecode.config import MXFP4_GROUP, KdaConfig, MlaConfig, ModelConfig
 
@@ -29,9 +29,11 @@ _VECTOR = ("BF16", "F32")
 _FLOAT = ("F32", "BF16")
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor: the released shape and dtype come first, other accepted ones after it."""
+class TensorSpec(NamedTuple):
+    """One tensor: the released shape and dtype come first, other accepted ones after it.
+
+    A tuple, because a release has half a million of them.
+    """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]

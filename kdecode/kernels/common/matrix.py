@@ -173,7 +173,7 @@ def to_mxfp4(matrix: Matrix) -> tuple[Tensor, Tensor]:
     blocks = matrix.data.contiguous().view(_word()).view(-1, groups, 4, TILE_ROWS)
     words = blocks.permute(0, 3, 1, 2).reshape(-1, groups * 4)[:rows].contiguous()
     scale = matrix.scales.transpose(1, 2).reshape(-1, groups)[:rows].contiguous()
-    return _interleave(words).view(torch.uint8), scale
+    return _column_order(words).view(torch.uint8), scale
 
 
 def _check_bf16(weight: Tensor) -> None:
@@ -204,25 +204,30 @@ def _padded(rows: Tensor, fill: int) -> Tensor:
     return torch.cat([rows, rows.new_full((missing, rows.shape[1]), fill)])
 
 
+def _swap(words: Tensor, mask: int, shift: int) -> None:
+    """Exchanges, in place, the bits of ``mask`` with those ``shift`` above them."""
+    difference = words >> shift
+    difference ^= words
+    difference &= mask
+    words ^= difference
+    difference <<= shift
+    words ^= difference
+
+
 def _even_then_odd(words: Tensor) -> Tensor:
     """8 codes of a row, in column order -> the 4 of even columns below the 4 of odd ones."""
-
-    def squeeze(spread: Tensor) -> Tensor:
-        spread = (spread | (spread >> 4)) & 0x00FF00FF
-        return (spread | (spread >> 8)) & 0x0000FFFF
-
-    mask = 0x0F0F0F0F
-    return squeeze(words & mask) | (squeeze((words >> 4) & mask) << 16)
+    words = words.clone()
+    _swap(words, 0x00F000F0, 4)
+    _swap(words, 0x0000FF00, 8)
+    return words
 
 
-def _interleave(words: Tensor) -> Tensor:
+def _column_order(words: Tensor) -> Tensor:
     """The inverse of `_even_then_odd`."""
-
-    def spread(half: Tensor) -> Tensor:
-        half = (half | (half << 8)) & 0x00FF00FF
-        return (half | (half << 4)) & 0x0F0F0F0F
-
-    return spread(words & 0xFFFF) | (spread((words >> 16) & 0xFFFF) << 4)
+    words = words.clone()
+    _swap(words, 0x0000FF00, 8)
+    _swap(words, 0x00F000F0, 4)
+    return words
 
 
 def _code_table() -> Tensor:

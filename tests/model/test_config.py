@@ -1,0 +1,257 @@
+"""Released configurations, and every kind of setting that must be refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from released import kimi_k3, kimi_linear
+
+from kdecode.config import (
+    Activation,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    environment,
+)
+
+
+def test_k3_as_released() -> None:
+    config = ModelConfig.from_checkpoint(kimi_k3())
+    assert config.model_type == "kimi_k3"
+    assert config.activation == Activation("situ", 4.0, 25.0)
+    mla = [layer for layer, kind in enumerate(config.layer_kinds) if kind == "mla"]
+    assert mla == [*range(3, 92, 4), 92]
+    assert config.layer_kinds.count("kda") == 69
+    assert config.mlp_kinds == ("dense",) + ("moe",) * 92
+    assert config.num_snapshots == 8
+    assert config.kda.gate_lower_bound == -5.0
+    assert config.kda.is_gate_full_rank
+    assert config.mla.has_output_gate
+    assert config.mla.q_rank == 1536
+    assert config.moe.expert_format == "mxfp4"
+    assert config.moe.latent_width == 3584
+    assert config.moe.has_latent_norm
+    assert config.moe.shared_width == 6144
+    assert (config.bos_id, config.eos_id, config.pad_id) == (163584, 163586, 163839)
+
+
+def test_kimi_linear_as_released() -> None:
+    config = ModelConfig.from_checkpoint(kimi_linear())
+    assert config.model_type == "kimi_linear"
+    assert config.activation == Activation("silu")
+    assert config.attn_res_block is None
+    assert config.num_snapshots == 0
+    assert config.kda.gate_lower_bound is None
+    assert not config.kda.is_gate_full_rank
+    assert not config.mla.has_output_gate
+    assert config.mla.q_rank is None
+    assert config.moe.expert_format == "bf16"
+    assert config.moe.latent_width is None
+    assert config.moe.routed_scaling == 2.446
+    assert config.max_positions == 1048576
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k3", "kimi_linear"])
+def test_k3_flat(model_type: str) -> None:
+    nested = kimi_k3()
+    ids = {key: nested[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    flat = {**nested["text_config"], **ids, "model_type": model_type}
+    assert ModelConfig.from_checkpoint(flat) == ModelConfig.from_checkpoint(nested)
+
+
+def test_from_a_directory_and_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(kimi_linear()))
+    expected = ModelConfig.from_checkpoint(kimi_linear())
+    assert ModelConfig.from_checkpoint(tmp_path) == expected
+    assert ModelConfig.from_checkpoint(str(file)) == expected
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        ModelConfig.from_checkpoint(tmp_path)
+    for text in ("{", "[1]", "\udcff"):
+        (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            ModelConfig.from_checkpoint(tmp_path)
+
+
+K3_REQUIRED = sorted(
+    set(kimi_k3()["text_config"])
+    - {"num_key_value_heads", "tie_word_embeddings", "moe_layer_freq", "topk_method", "topk_group"}
+    - {"use_grouped_topk", "num_expert_group", "num_nextn_predict_layers", "quantization_config"}
+)
+
+
+@pytest.mark.parametrize("key", K3_REQUIRED)
+def test_a_missing_setting_is_named(key: str) -> None:
+    document = kimi_k3()
+    del document["text_config"][key]
+    named = "model_max_length" if key == "max_position_embeddings" else key
+    with pytest.raises(ConfigError, match=rf"text_config\.{named} is missing"):
+        ModelConfig.from_checkpoint(document)
+
+
+@pytest.mark.parametrize("key", sorted(kimi_k3()["text_config"]["linear_attn_config"]))
+def test_a_missing_linear_setting_is_named(key: str) -> None:
+    document = kimi_k3()
+    del document["text_config"]["linear_attn_config"][key]
+    with pytest.raises(ConfigError, match=rf"linear_attn_config\.{key} is missing"):
+        ModelConfig.from_checkpoint(document)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 0),
+        ("hidden_size", -1),
+        ("hidden_size", "7168"),
+        ("hidden_size", 7168.0),
+        ("hidden_size", True),
+        ("hidden_size", None),
+        ("hidden_act", "gelu"),
+        ("activation_situ_beta", 0.0),
+        ("activation_situ_linear_beta", float("inf")),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", float("nan")),
+        ("moe_renormalize", 1),
+        ("first_k_dense_replace", 94),
+        ("num_experts_per_token", 897),
+        ("moe_intermediate_size", 3080),
+        ("routed_expert_hidden_size", 3590),
+        ("routed_scaling_factor", -1.0),
+        ("num_key_value_heads", 8),
+        ("attn_res_block_size", 0),
+        ("eos_token_id", 163840),
+        ("linear_attn_config", [1]),
+        ("moe_router_activation_func", "softmax"),
+        ("num_expert_group", 8),
+        ("topk_group", 2),
+        ("moe_layer_freq", 2),
+        ("mla_use_nope", False),
+        ("tie_word_embeddings", True),
+        ("tie_word_embeddings", 0),
+        ("num_nextn_predict_layers", 1),
+        ("topk_method", "greedy"),
+        ("rope_scaling", {"type": "yarn"}),
+        ("attention_bias", True),
+        ("sliding_window", 4096),
+        ("model_type", "deepseek_v3"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value(key: str, value: Any) -> None:
+    document = kimi_k3()
+    document["text_config"][key] = value
+    with pytest.raises(ConfigError, match=re.escape(key)) as error:
+        ModelConfig.from_checkpoint(document)
+    assert str(value) in str(error.value) or repr(value) in str(error.value)
+
+
+def test_an_unknown_outer_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"logit_scale is 2\.0"):
+        ModelConfig.from_checkpoint({**kimi_k3(), "logit_scale": 2.0})
+    with pytest.raises(ConfigError, match="model_type is 'llama'"):
+        ModelConfig.from_checkpoint({**kimi_linear(), "model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(use_bias=True), r"linear_attn_config\.use_bias is True"),
+        (lambda c: c.update(gate_lower_bound=5.0), "gate_lower_bound is 5.0"),
+        (lambda c: c.update(short_conv_kernel_size=1), "short_conv_kernel_size is 1"),
+        (lambda c: c["kda_layers"].remove(1), r"92 of 93 layers; \[1\]"),
+        (lambda c: c["kda_layers"].append(4), "layer 4 .* listed already"),
+        (lambda c: c["kda_layers"].append(94), "it must be from 1 to 93"),
+        (lambda c: c["kda_layers"].append(0), "is 0"),
+        (lambda c: c["kda_layers"].append("1"), "whole number"),
+        (lambda c: c.update(full_attn_layers=4), "must be a list"),
+    ],
+)
+def test_linear_attention_settings(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    document = kimi_k3()
+    change(document["text_config"]["linear_attn_config"])
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_checkpoint(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("quant_method",), "gptq"),
+        (("format",), "nvfp4-pack-quantized"),
+        (("kv_cache_scheme",), {"num_bits": 8}),
+        (("config_groups",), {}),
+        (("config_groups", "group_0", "input_activations"), {"num_bits": 8}),
+        (("config_groups", "group_0", "format"), "pack-quantized"),
+        (("config_groups", "group_0", "weights", "num_bits"), 8),
+        (("config_groups", "group_0", "weights", "group_size"), 16),
+        (("config_groups", "group_0", "weights", "type"), "int"),
+        (("config_groups", "group_0", "weights", "symmetric"), False),
+        (("config_groups", "group_0", "weights", "scale_dtype"), "torch.float8_e4m3fn"),
+    ],
+)
+def test_other_quantisations_are_refused(path: tuple[str, ...], value: Any) -> None:
+    document = kimi_k3()
+    *parents, key = path
+    section = document["text_config"]["quantization_config"]
+    for parent in parents:
+        section = section[parent]
+    section[key] = value
+    with pytest.raises(ConfigError, match=path[0] if len(path) == 1 else key):
+        ModelConfig.from_checkpoint(document)
+
+
+def test_the_format_may_stand_in_the_group() -> None:
+    document = kimi_k3()
+    quantisation = document["text_config"].pop("quantization_config")
+    quantisation["config_groups"]["group_0"]["format"] = quantisation.pop("format")
+    document["quantization_config"] = quantisation
+    assert ModelConfig.from_checkpoint(document).moe.expert_format == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decode_backend": "fast"}, "decode_backend is 'fast'; .* auto, latency_specialized"),
+        ({"device": "cuda"}, "device is 'cuda'"),
+        ({"isa": "sse2"}, "isa is 'sse2'"),
+        ({"cache_dtype": "fp16"}, "cache_dtype is 'fp16'"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"page_tokens": True}, "page_tokens is True"),
+        ({"max_requests": 0}, "max_requests is 0"),
+        ({"cache_budget_bytes": 1.5}, "cache_budget_bytes is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"cache_scale": 1.0}, "only an fp8 cache has a scale"),
+        ({"cache_dtype": "fp8", "cache_scale": 0.0}, "cache_scale is 0.0"),
+    ],
+)
+def test_engine_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+def test_the_scale_of_an_fp8_cache_is_never_guessed() -> None:
+    assert EngineConfig().layer_cache_scale(3, 0.25) == 1.0
+    given = EngineConfig(cache_dtype="fp8", cache_scale=0.5)
+    assert given.layer_cache_scale(3, None) == 0.5
+    assert given.layer_cache_scale(3, 0.25) == 0.25
+    with pytest.raises(ConfigError, match=r"layer 3 .*Set cache_scale"):
+        EngineConfig(cache_dtype="fp8").layer_cache_scale(3, None)
+
+
+def test_threads() -> None:
+    assert EngineConfig(num_threads=3).resolved_threads() == 3
+    assert EngineConfig().resolved_threads() >= 1
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KDECODE_CACHE_DIR", str(tmp_path))
+    assert environment().cache_dir == tmp_path
+    monkeypatch.delenv("KDECODE_CACHE_DIR")
+    assert environment().cache_dir.name == "kdecode"
