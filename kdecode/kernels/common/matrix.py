@@ -155,8 +155,9 @@ def to_rows(matrix: Matrix) -> Tensor:
         return matrix.data
     if matrix.format == "tiles":
         lines = matrix.data.contiguous().view(torch.int32).squeeze(-1)  # [tiles, cols/2, 16]
-        pairs = lines.transpose(1, 2).reshape(-1, cols // 2)[:rows]
-        return pairs.contiguous().view(torch.bfloat16)
+        pairs = torch.empty(lines.shape[0], TILE_ROWS, cols // 2, dtype=torch.int32)
+        pairs.copy_(lines.transpose(1, 2))
+        return pairs.view(-1, cols // 2)[:rows].view(torch.bfloat16)
     codes, scale = to_mxfp4(matrix)
     low = _code_table()[(codes & 15).int()]
     high = _code_table()[(codes >> 4).int()]
