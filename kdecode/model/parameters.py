@@ -1,4 +1,4 @@
-"""One model's tensors in canonical form: the shapes and dtypes of the checkpoint, PyTorch ``[out, in]``.
+"""One model's tensors in canonical form: shapes and dtypes of the checkpoint, ``[out, in]``.
 
 Filled by `model/weights.py` (from memory-mapped shards) and read by the reference and by
 `model/layout.py`. Knows neither checkpoint names nor packed layouts. Shapes use the letters of
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A quantised weight [out, in]: codes U8 [out, in/2] (low nibble first), scales U8 [out, in/32]."""
+    """A quantised weight [out, in]: codes U8 [out, in/2], low nibble first; scales U8 [out, in/32]."""
 
     packed: Tensor
     scale: Tensor
@@ -55,7 +55,8 @@ class MlaParameters:
     q_b_proj: Tensor | None  # [H*qk_dim, q_rank]
     kv_a_proj: Tensor  # [kv_rank + rope_dim, M]
     kv_a_norm: Tensor  # [kv_rank]
-    kv_b_proj: Tensor  # [H*(nope_dim + v_dim), kv_rank]; head h: nope_dim rows W_UK, then v_dim rows W_UV
+    # [H*(nope_dim + v_dim), kv_rank]; each head has nope_dim rows of W_UK, then v_dim of W_UV.
+    kv_b_proj: Tensor
     g_proj: Tensor | None  # [H*v_dim, M]
     o_proj: Tensor  # [M, H*v_dim]
     # fp32 scalar for an fp8 cache, when the checkpoint has one.
