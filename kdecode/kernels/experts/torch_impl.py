@@ -21,8 +21,8 @@ from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.product import Scratch, unpack
 from kdecode.kernels.linear.unpack import unpack_rows
 
-# Rows of one expert from which unpacking it costs less than more native passes over it.
-GROUPED_ROWS = 32
+# Rows of one expert up to which native passes over it cost less than unpacking it for torch.
+GROUPED_ROWS = 128
 
 
 def refuse(problem: Problem) -> list[str]:

@@ -24,82 +24,92 @@ def delta_rule_chunks(
 
     state [H, K, V] fp32 is moved past the T tokens in place.
     """
-    tokens = qkv.shape[0]
+    tokens, _, heads, width = qkv.shape
     chunk = min(CHUNK, -(-tokens // SUB) * SUB)
-    q, k, v, g = (_chunked(x, chunk) for x in (*qkv.unbind(1), g))  # [N, H, C, K or V]
-    beta = _chunked(beta.unsqueeze(-1), chunk)  # [N, H, C, 1]
-    total = g.cumsum(2)
+    # Chunks and heads are one batch axis [B]; only the loop at the end tells them apart.
+    q, k, v, g = (_chunked(x, chunk) for x in (*qkv.unbind(1), g))  # [B, C, K or V]
+    beta = _chunked(beta.unsqueeze(-1), chunk)  # [B, C, 1]
+    total = g.cumsum(1)
     pairs, reads = _pair_products(q, k, g, total, lower_bound)
-    grown = total.exp()
-    # (I + L)^-1 applied to both parts of U at once; only their combination needs the state.
-    right = torch.cat([v, k * grown], dim=-1).mul_(beta)
+    identity = torch.eye(chunk, device=g.device).expand_as(pairs)
     lower = pairs.mul_(beta)
-    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    value, key = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
-    last = total[:, :, -1:]  # [N, H, 1, K]
-    carried = (k * (last - total).exp_()).transpose(-1, -2)  # [N, H, K, C]
-    kept = last.exp().transpose(-1, -2)  # [N, H, K, 1]
+    inverse = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
+    grown = total.exp()
+    # U = inverse beta V - (inverse beta K e^G) S; only their combination needs the state.
+    value = torch.bmm(inverse, v * beta)
+    key = torch.bmm(inverse, (k * grown).mul_(beta))
+    last = total[:, -1:]  # [B, 1, K]
+    carried = (k * (last - total).exp_()).transpose(1, 2)  # [B, K, C]
+    kept = last.exp().transpose(1, 2)  # [B, K, 1]
     query = q * grown
     out = torch.empty_like(v)
-    for n in range(q.shape[0]):
-        correction = torch.baddbmm(value[n], key[n], state, alpha=-1)  # U
-        torch.bmm(reads[n], correction, out=out[n])
-        out[n].baddbmm_(query[n], state)
-        state.mul_(kept[n]).baddbmm_(carried[n], correction)
-    return out.transpose(1, 2).flatten(0, 1)[:tokens]
+    for begin in range(0, out.shape[0], heads):
+        own = slice(begin, begin + heads)
+        correction = torch.baddbmm(value[own], key[own], state, alpha=-1)  # U
+        torch.bmm(reads[own], correction, out=out[own])
+        out[own].baddbmm_(query[own], state)
+        state.mul_(kept[own]).baddbmm_(carried[own], correction)
+    return out.view(-1, heads, chunk, width).transpose(1, 2).flatten(0, 1)[:tokens]
 
 
 def _chunked(x: Tensor, chunk: int) -> Tensor:
-    """[T, H, K] -> [N, H, C, K]. Rows behind T are 0: they neither decay nor change a state."""
-    tokens = x.shape[0]
-    padding = -tokens % chunk
+    """[T, H, K] -> [N * H, C, K]. Rows behind T are 0: they neither decay nor change a state."""
+    padding = -x.shape[0] % chunk
     if padding:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding))
-    return x.view(-1, chunk, *x.shape[1:]).transpose(1, 2).contiguous()
+    return x.view(-1, chunk, *x.shape[1:]).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _pair_products(
     q: Tensor, k: Tensor, g: Tensor, total: Tensor, lower_bound: float | None
 ) -> tuple[Tensor, Tensor]:
-    """<k_i, k_j e^{G_i - G_j}> for j < i and <q_i, k_j e^{G_i - G_j}> for j <= i; [N, H, C, C]."""
-    chunk = q.shape[2]
-    pairs = q.new_zeros(*q.shape[:3], chunk)
+    """<k_i, k_j e^{G_i - G_j}> for j < i and <q_i, k_j e^{G_i - G_j}> for j <= i; [B, C, C]."""
+    batch, chunk, width = q.shape
+    pairs = q.new_zeros(batch, chunk, chunk)
     reads = torch.zeros_like(pairs)
+    blocks = (batch * (chunk // SUB), SUB, width)
+    # G of each sub-block alone: small numbers, small errors.
+    inner = g.view(blocks).cumsum(1)
     is_bounded = lower_bound is not None and -lower_bound * (SUB // 2) <= _MAX_EXPONENT
-    for begin in range(0, chunk, SUB):
+    diagonal = _bounded_diagonal if is_bounded else _direct_diagonal
+    own_pairs, own_reads = diagonal(k.view(blocks), q.view(blocks), inner)
+    _put_diagonal(pairs, own_pairs.tril_(-1))
+    _put_diagonal(reads, own_reads.tril_())
+    grown = inner.exp_().view_as(q)
+    grown_k, grown_q = k * grown, q * grown
+    for begin in range(SUB, chunk, SUB):
+        # e^{G_i - G_j} = e^{G_i - G_before} e^{G_before - G_j}, neither above 1.
         block = slice(begin, begin + SUB)
-        rows = (k[:, :, block], q[:, :, block])
-        inner = g[:, :, block].cumsum(2)  # G of the sub-block alone: small numbers, small errors
-        diagonal = _bounded_diagonal if is_bounded else _direct_diagonal
-        kk, qk = diagonal(*rows, inner)
-        pairs[:, :, block, block] = kk.tril_(-1)
-        reads[:, :, block, block] = qk.tril_()
-        if begin:
-            # e^{G_i - G_j} = e^{G_i - G_before} e^{G_before - G_j}, neither above 1.
-            grown = inner.exp()
-            earlier = total[:, :, :begin]
-            before = total[:, :, begin - 1 : begin]
-            keys = (k[:, :, :begin] * (before - earlier).exp_()).transpose(-1, -2)
-            pairs[:, :, block, :begin] = (rows[0] * grown) @ keys
-            reads[:, :, block, :begin] = (rows[1] * grown) @ keys
+        ratio = (total[:, begin - 1 : begin] - total[:, :begin]).exp_()
+        keys = ratio.mul_(k[:, :begin]).transpose(1, 2)
+        pairs[:, block, :begin] = torch.bmm(grown_k[:, block], keys)
+        reads[:, block, :begin] = torch.bmm(grown_q[:, block], keys)
     return pairs, reads
 
 
+def _put_diagonal(target: Tensor, blocks: Tensor) -> None:
+    """Sub-blocks [B * C / SUB, SUB, SUB] on the diagonal of target [B, C, C]."""
+    batch, chunk, _ = target.shape
+    count = chunk // SUB
+    places = target.view(batch, count, SUB, count, SUB).diagonal(dim1=1, dim2=3)
+    places.copy_(blocks.view(batch, count, SUB, SUB).permute(0, 2, 3, 1))
+
+
 def _bounded_diagonal(k: Tensor, q: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    """k, q, inner [N, H, SUB, K] -> products [N, H, SUB, SUB]; above the diagonal: to be cut."""
-    centred = inner - inner[:, :, SUB // 2 - 1 : SUB // 2]
+    """k, q, inner [B', SUB, K] -> products [B', SUB, SUB]; above the diagonal: to be cut."""
+    centred = inner - inner[:, SUB // 2 - 1 : SUB // 2]
     grown = centred.exp()
-    keys = (k * centred.neg_().exp_()).transpose(-1, -2)
-    return (k * grown) @ keys, (q * grown) @ keys
+    keys = centred.neg_().exp_().mul_(k).transpose(1, 2)
+    return torch.bmm(k * grown, keys), torch.bmm(grown.mul_(q), keys)
 
 
 def _direct_diagonal(k: Tensor, q: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     """As `_bounded_diagonal`, for decays of any strength: a column of pairs at a time."""
-    kk = k.new_empty(*k.shape[:3], SUB)
+    kk = k.new_empty(*k.shape[:2], SUB)
     qk = torch.empty_like(kk)
     for j in range(SUB):
         # Rows before j would grow instead of decay, without a limit; they are cut anyway.
-        ratio = (inner - inner[:, :, j : j + 1]).clamp_(max=0).exp_().mul_(k[:, :, j : j + 1])
-        torch.sum(ratio * k, dim=-1, out=kk[..., j])
-        torch.sum(ratio * q, dim=-1, out=qk[..., j])
+        ratio = (inner - inner[:, j : j + 1]).clamp_(max=0).exp_().mul_(k[:, j : j + 1])
+        kk[..., j] = (ratio * k).sum(-1)
+        qk[..., j] = ratio.mul_(q).sum(-1)
     return kk, qk

@@ -90,6 +90,6 @@ def delta_rule_step(qkv: Tensor, kept: Tensor, beta: Tensor, state: Tensor) -> T
     q, k, v = qkv.unbind(0)
     reads = torch.bmm((qkv[:2] * kept).transpose(0, 1), state)  # [H, 2, V]: q, k
     correction = (v - reads[:, 1]).mul_(beta.unsqueeze(-1))
-    state.mul_(kept.unsqueeze(-1)).baddbmm_(k.unsqueeze(-1), correction.unsqueeze(1))
+    state.mul_(kept.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), correction.unsqueeze(1))
     overlap = (q * k).sum(-1, keepdim=True)
     return torch.addcmul(reads[:, 0], overlap, correction)

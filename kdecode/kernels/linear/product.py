@@ -19,9 +19,9 @@ from kdecode.kernels.linear.unpack import unpack_rows
 
 Linear = Callable[[Tensor], Tensor]
 
-# Rows from which unpacking a matrix costs less than another pass of the native product over it.
-NATIVE_ROWS = 8
-_BLOCK_BYTES = 16 * 2**20
+# Rows up to which native passes over a matrix, 8 rows each, cost less than unpacking it for torch.
+NATIVE_ROWS = 128
+_BLOCK_BYTES = 4 * 2**20
 
 
 class Scratch:

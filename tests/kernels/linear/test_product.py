@@ -13,7 +13,7 @@ from kdecode.kernels.linear import product
 from kdecode.kernels.linear.product import Scratch, make_head_linear, make_linear
 from kdecode.kernels.linear.unpack import unpack_rows
 
-ROWS = (1, product.NATIVE_ROWS, product.NATIVE_ROWS + 1, 40)
+ROWS = (1, 9, product.NATIVE_ROWS, product.NATIVE_ROWS + 1)
 
 
 def _matrix(
@@ -52,7 +52,7 @@ def test_a_large_matrix_is_unpacked_in_blocks(
     matrix, dense = _matrix(random_matrix, form, 72, 64)
     monkeypatch.setattr(product, "_BLOCK_BYTES", 2 * 16 * 64 * 2)  # two tiles: blocks of 32, 32, 8
     scratch = Scratch("cpu")
-    x = _input(20, 64)
+    x = _input(product.NATIVE_ROWS + 1, 64)
     y = make_linear(matrix, scratch)(x)
     assert (y.double() - x.double() @ dense.T).abs().max() <= 2.0**-8 * dense.abs().max() * 64
     assert scratch.take(1, 1).untyped_storage().nbytes() == 32 * 64 * 2
