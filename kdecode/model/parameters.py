@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A quantised weight [out, in]: codes U8 [out, in/2], low nibble first; scales U8 [out, in/32]."""
+    """A quantised [out, in]: codes U8 [out, in/2], low nibble first; scales U8 [out, in/32]."""
 
     packed: Tensor
     scale: Tensor
