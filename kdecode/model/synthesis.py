@@ -6,8 +6,10 @@ machine and do not depend on what else is written. Knows names only through `ros
 
 Scales. Projections have a spread of gain / sqrt(fan_in) and two strong directions, so that vectors
 of unit RMS keep a size of about one through depth; decays have half-lives that are spread evenly in
-log scale from 1 to 1000 tokens; router logits spread by about 1.5; attention-residual scores by
-about 1; logits of the head by about 2.5.
+log scale from 1 to 1000 tokens; attention-residual scores spread by about 1; logits of the head by
+about 2.5. Routing follows the token, as it largely does in trained models: an embedding carries the
+directions of top-k experts, which every router reads in an order of its own, so that the chosen
+experts stand clear of the rest and a rounding seldom changes a choice.
 """
 
 from __future__ import annotations
@@ -54,7 +56,6 @@ _GAINS = {
     "w1": 1.3,
     "up_proj": 1.2,
     "w3": 1.2,
-    "router": 1.5,
     "lm_head": 2.5,
     "down_proj": 1.0,
     "w2": 1.6,
@@ -64,6 +65,13 @@ _GAINS = {
 # Share of a projection's variance that two strong directions have.
 _STRONG_SHARE = 0.1
 _HALF_LIFE_DECADES = 3.0
+# A plain residual only grows, so that a small embedding would be lost in it.
+_EMBED_SPREAD, _PLAIN_EMBED_SPREAD = 0.7, 2.5
+# Share of an embedding's variance that its experts' directions have, the router logit that they
+# give in an undiluted embedding, and the spread of what a router reads besides.
+_ROUTED_SHARE = 0.6
+_ROUTED_LOGIT = 5.0
+_ROUTER_SPREAD = 0.3
 # Spread of the codes of an MXFP4 weight, in units of its scale.
 _CODE_SPREAD = 2.0
 
@@ -209,7 +217,9 @@ def make_tensor(config: ModelConfig, slot: str, spec: TensorSpec, seed: int) -> 
     elif slot.endswith("_mix.proj"):
         values = _affine(random, spec, mean=0.0, spread=1.0 / math.sqrt(spec.shape[-1]))
     elif slot == "embed":
-        values = _affine(random, spec, mean=0.0, spread=0.7)
+        values = _embedding(random, config, spec, seed)
+    elif field == "router":
+        values = _router(random, config, spec, seed)
     else:
         values = _projection(random, spec, _GAINS.get(field, 1.0))
     return torch.from_numpy(values).to(DTYPES[spec.dtype])
@@ -296,6 +306,43 @@ def _projection(random: _Random, spec: TensorSpec, gain: float) -> NDArray[np.fl
     for _ in range(2):
         left = random.normal(rows, 1) * np.float32(strong)
         weight += left * random.normal(1, cols)
+    return weight
+
+
+def _expert_directions(config: ModelConfig, seed: int) -> NDArray[np.float32]:
+    """[E, M], entries of unit spread: what an embedding says about experts."""
+    shape = (config.moe.num_experts, config.hidden_size)
+    return _Random(seed, "expert directions").normal(*shape)
+
+
+def _embedding(
+    random: _Random, config: ModelConfig, spec: TensorSpec, seed: int
+) -> NDArray[np.float32]:
+    """[vocab, M]: independent entries, and the directions of top-k experts of the token."""
+    top_k, num_experts = config.moe.top_k, config.moe.num_experts
+    vocab = spec.shape[0]
+    words = _Random(seed, "experts of tokens").words(vocab * num_experts)
+    chosen = np.argsort(words.reshape(vocab, num_experts), axis=1, kind="stable")[:, :top_k]
+    spread = _PLAIN_EMBED_SPREAD if config.attn_res_block is None else _EMBED_SPREAD
+    values = random.normal(*spec.shape)
+    values *= np.float32(spread * math.sqrt(1 - _ROUTED_SHARE))
+    directions = _expert_directions(config, seed)
+    directions *= np.float32(spread * math.sqrt(_ROUTED_SHARE / top_k))
+    for place in range(top_k):
+        values += directions[chosen[:, place]]
+    return values
+
+
+def _router(
+    random: _Random, config: ModelConfig, spec: TensorSpec, seed: int
+) -> NDArray[np.float32]:
+    """[E, M]: the experts' directions in the layer's own order, and independent entries."""
+    num_experts, width = spec.shape
+    order = np.argsort(random.words(num_experts), kind="stable")
+    # A unit-RMS input has sqrt(share / k) of each of its directions, whose squared length is M.
+    gain = _ROUTED_LOGIT / (math.sqrt(_ROUTED_SHARE / config.moe.top_k) * width)
+    weight = _expert_directions(config, seed)[order] * np.float32(gain)
+    weight += random.normal(num_experts, width) * np.float32(_ROUTER_SPREAD / math.sqrt(width))
     return weight
 
 
