@@ -26,42 +26,48 @@ inline void pause() {
 #endif
 }
 
-// A number that only grows by one at a time, which threads wait on.
+// A count of arrivals, modulo 2^32, that threads wait on. Everything is on one cache line: an arrival fetches it once.
 //
-// No wake-up is lost: a waiter announces itself in sleepers_ before it looks at the number for the last time, the advancing
-// thread looks at sleepers_ after it has changed the number, and both are sequentially consistent, so one of them sees the other.
-// The waiter holds the mutex from its announcement until it sleeps, so the notification cannot fall between the two.
+// No wake-up is lost: a waiter announces itself in sleepers_ before it looks at the count for the last time, an arriving thread
+// looks at sleepers_ after it has changed the count, and both are sequentially consistent, so one of them sees the other. The
+// waiter holds the mutex from its announcement until it sleeps, so the notification cannot fall between the two.
 class alignas(kLine) Gate {
  public:
-  std::uint32_t value() const { return value_.load(std::memory_order_relaxed); }
+  // Returns the count with this arrival.
+  std::uint32_t arrive() { return count_.fetch_add(1, std::memory_order_seq_cst) + 1; }
 
-  void advance() {
-    value_.fetch_add(1, std::memory_order_seq_cst);
+  // To be called by whoever made the count reach what threads may be waiting for.
+  void wake() {
     if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
     { std::lock_guard<std::mutex> lock(mutex_); }
     condition_.notify_all();
   }
 
-  // Returns once the number is no longer `seen`; what was written before advance() is visible then.
-  void wait_past(std::uint32_t seen, int spins) {
+  // Returns once the count has reached `target`; what was written before those arrivals is visible then.
+  void wait_for(std::uint32_t target, int spins) {
     for (int i = 0; i < spins; ++i) {
-      if (value_.load(std::memory_order_acquire) != seen) return;
+      if (has_reached(target)) return;
       pause();
     }
     for (int i = 0; i < kYields; ++i) {
-      if (value_.load(std::memory_order_acquire) != seen) return;
+      if (has_reached(target)) return;
       sched_yield();
     }
     // Sleeping leaves this core idle, which is also what lets the scheduler move a thread that lost its core to another process
     // over here.
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    condition_.wait(lock, [&] { return value_.load(std::memory_order_seq_cst) != seen; });
+    condition_.wait(lock, [&] { return has_reached(target); });
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  std::atomic<std::uint32_t> value_{0};
+  // Nobody waits for a count 2^31 away.
+  bool has_reached(std::uint32_t target) const {
+    return static_cast<std::int32_t>(count_.load(std::memory_order_seq_cst) - target) >= 0;
+  }
+
+  std::atomic<std::uint32_t> count_{0};
   std::atomic<int> sleepers_{0};
   std::mutex mutex_;
   std::condition_variable condition_;
@@ -86,9 +92,8 @@ struct PoolState {
   const int count;
   const int spins;
   const pid_t process = getpid();
-  Gate start;
-  Gate released;
-  alignas(kLine) std::atomic<int> arrived{0};
+  Gate start;    // one arrival a job
+  Gate arrived;  // num_threads arrivals a barrier
   Counter counters[2][kCounters];
   void (*job)(void*, Worker&) = nullptr;  // null ends the threads
   void* context = nullptr;
@@ -101,14 +106,12 @@ void Worker::barrier() {
   const std::uint32_t used = splits_, bank = bank_;
   splits_ = 0;
   bank_ ^= 1;
-  // Read before arriving: the gate cannot open until this thread has arrived.
-  const std::uint32_t seen = state_.released.value();
-  if (state_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count_) {
-    state_.released.wait_past(seen, state_.spins);
+  arrivals_ += static_cast<std::uint32_t>(count_);
+  if (state_.arrived.arrive() != arrivals_) {
+    state_.arrived.wait_for(arrivals_, state_.spins);
     return;
   }
-  state_.arrived.store(0, std::memory_order_relaxed);
-  state_.released.advance();
+  state_.arrived.wake();
   for (std::uint32_t i = 0; i < used; ++i) state_.counters[bank][i].next.store(0, std::memory_order_relaxed);
 }
 
@@ -128,8 +131,8 @@ void take_part(PoolState& state, Worker& worker) noexcept {
 void serve(PoolState& state, int index) {
   Worker worker(state, index, state.count);
   // Jobs are counted from the pool's creation, not from this thread's start: the first may be waiting already.
-  for (std::uint32_t seen = 0;; ++seen) {
-    state.start.wait_past(seen, state.spins);
+  for (std::uint32_t job = 1;; ++job) {
+    state.start.wait_for(job, state.spins);
     if (state.job == nullptr) return;
     take_part(state, worker);
   }
@@ -161,7 +164,8 @@ Pool::~Pool() {
     return;
   }
   state_->job = nullptr;
-  state_->start.advance();
+  state_->start.arrive();
+  state_->start.wake();
   for (std::thread& thread : state_->threads) thread.join();
 }
 
@@ -175,7 +179,8 @@ void Pool::run(void (*job)(void*, Worker&), void* context) {
   std::lock_guard<std::mutex> turn(state_->running);
   state_->job = job;
   state_->context = context;
-  state_->start.advance();
+  state_->start.arrive();
+  state_->start.wake();
   take_part(*state_, state_->caller);
 }
 

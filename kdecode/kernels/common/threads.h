@@ -41,8 +41,9 @@ class Worker {
   PoolState& state_;
   int index_;
   int count_;
-  std::uint32_t bank_ = 0;    // of the split counters in use until the next barrier
-  std::uint32_t splits_ = 0;  // opened since the last barrier
+  std::uint32_t arrivals_ = 0;  // of all threads at all barriers up to the last one, modulo 2^32
+  std::uint32_t bank_ = 0;      // of the split counters in use until the next barrier
+  std::uint32_t splits_ = 0;    // opened since the last barrier
 };
 
 // Cores that this process may use.
