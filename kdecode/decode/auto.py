@@ -155,7 +155,7 @@ class _Builder:
         packed, count = self.packed, self.config.num_snapshots
         yield self._mix(None, "final_mix", packed.final_mix, count)
         yield self._norm(None, "head_norm", packed.norm, ("final_mix", "head_in"))
-        yield self._project(None, "head", packed.head, ("head_in", "logits"), torch.float32)
+        yield self._project(None, "head", packed.head, ("head_in", "logits"), is_head=True)
 
     def _moe(self, layer: int, moe: PackedMoe, num_snapshots: int) -> Iterator[Step]:
         yield self.step("route", layer, ("route",), moe)
@@ -177,7 +177,7 @@ class _Builder:
     def _mix(
         self, layer: int | None, stage: str, weight: torch.Tensor | None, num_snapshots: int
     ) -> Step:
-        weights = MixWeights(weight, num_snapshots, stage, is_logits_only=layer is None)
+        weights = MixWeights(weight, num_snapshots, stage)
         reads = ("prefix", "snapshots") if num_snapshots else ("prefix",)
         return self.step("attn_res", layer, (stage,), weights, reads, (stage,))
 
@@ -193,9 +193,10 @@ class _Builder:
         stage: str,
         matrix: Matrix,
         names: tuple[str, str],
-        kept_as: torch.dtype = torch.bfloat16,
+        *,
+        is_head: bool = False,
     ) -> Step:
-        weights = ProjectionWeights(matrix, *names, kept_as)
+        weights = ProjectionWeights(matrix, *names, is_head)
         return self.step("projection", layer, (stage,), weights, names[:1], names[1:])
 
     def _gated(self, layer: int, stage: str, mlp: PackedMlp, output: str) -> Step:

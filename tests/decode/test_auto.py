@@ -24,6 +24,9 @@ from auto_cases import (
 )
 from torch import Tensor
 
+from kdecode.cache.batch import StepBatch
+from kdecode.decode import all_reference
+from kdecode.decode.auto import load_step
 from kdecode.kernels.contract import Tolerance
 from kdecode.model import reference
 from kdecode.testing.compare import assert_close, bit_equal
@@ -250,6 +253,29 @@ def test_errors_are_those_of_the_rounding_points(
     gold = reference.forward(model.parameters, model.config, ids, state, reference.GOLD)
     rounded = oracle.run(tokens)
     assert rms(logits - gold) < 1.1 * rms(rounded - gold)
+
+
+@pytest.mark.parametrize("trunk", ["rows", "tiles"])
+@pytest.mark.parametrize("form", ["k3", "linear"])
+def test_every_buffer_is_within_its_ops_contract(
+    models: dict[tuple[str, str], Model], form: str, trunk: str
+) -> None:
+    """Step by step against the reference plan: decode rows, then a chunk beside a decode row."""
+    model = models[form, trunk]
+    session, other = Session(model), Session(model)
+    requests = session.start(), session.start()
+    session.run((requests[0], tokens_of(20, seed=1)), (requests[1], tokens_of(9, seed=2)))
+    for pool, copy in zip(session.pools, other.pools, strict=True):
+        copy.copy_(pool)
+    oracle = all_reference.build(
+        model.parameters, model.config, other.caches, page_tokens=PAGE_TOKENS
+    )
+    for counts in ((1, 1), (10, 1)):
+        shares = zip(requests, counts, strict=True)
+        batch = StepBatch(tuple(r.take(tokens_of(n, seed=n)) for r, n in shares))
+        load_step(session.plan, batch)
+        oracle.buffers.batch = batch
+        assert session.plan.diff(oracle) == []
 
 
 def rms(x: Tensor) -> float:

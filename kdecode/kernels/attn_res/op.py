@@ -4,8 +4,7 @@
     out = bf16(sum_i softmax(s)_i x_i)            the raw x_i, not normalised
 
 w [M] fp32 is the norm weight times the score projection. Without snapshots, or in a model without
-attention residuals, the mix is the prefix itself. The final mix is made for the rows that need
-logits only.
+attention residuals, the mix is the prefix itself.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ class MixWeights:
     weight: Tensor | None
     num_snapshots: int
     output: str
-    is_logits_only: bool = False
 
 
 CONTRACT = OpContract(

@@ -34,15 +34,10 @@ class _Mix:
 
     def run(self) -> None:
         buffers, weights = self.buffers, self.weights
-        step = buffers.step
-        is_all = not weights.is_logits_only or step.num_logits == step.num_rows
         if weights.weight is None or weights.num_snapshots == 0:
-            prefix = buffers["prefix"]
-            buffers[weights.output] = prefix if is_all else prefix[step.logits_rows]
+            buffers[weights.output] = buffers["prefix"]
             return
         sources = buffers["residual_stack"][: weights.num_snapshots + 1]
-        if not is_all:
-            sources = sources[:, step.logits_rows]
         if sources.shape[1] <= _BLOCK_ROWS:
             buffers[weights.output] = mix(sources, weights.weight, self.eps)
             return

@@ -1,10 +1,11 @@
-"""projection: y = bf16(x W^T), fp32 accumulation. Head logits are the bf16 values, kept as fp32."""
+"""projection: y = bf16(x W^T), fp32 accumulation.
+
+The head's logits are made for the rows that need them only; they are bf16 values, kept as fp32.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
 
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.contract import OpContract, Tolerance
@@ -12,12 +13,12 @@ from kdecode.kernels.contract import OpContract, Tolerance
 
 @dataclass(frozen=True)
 class ProjectionWeights:
-    """The matrix, the buffers to read and to write, and the dtype that the result is kept in."""
+    """The matrix, and the buffers to read and to write. is_head: logits."""
 
     matrix: Matrix
     input: str
     output: str
-    kept_as: torch.dtype = torch.bfloat16
+    is_head: bool = False
 
 
 CONTRACT = OpContract(

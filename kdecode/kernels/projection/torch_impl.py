@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.product import Linear, make_linear
 from kdecode.kernels.projection.op import ProjectionWeights
@@ -17,7 +15,8 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> Prepared:
     product = make_linear(weights.matrix, buffers.scratch)
-    return _Projection(product, weights.input, weights.output, weights.kept_as, buffers)
+    kind = _Head if weights.is_head else _Projection
+    return kind(product, weights.input, weights.output, buffers)
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,16 @@ class _Projection:
     product: Linear
     input: str
     output: str
-    kept_as: torch.dtype
     buffers: Buffers
 
     def run(self) -> None:
-        self.buffers[self.output] = self.product(self.buffers[self.input]).to(self.kept_as)
+        self.buffers[self.output] = self.product(self.buffers[self.input])
+
+
+@dataclass(frozen=True)
+class _Head(_Projection):
+    def run(self) -> None:
+        x, step = self.buffers[self.input], self.buffers.step
+        if step.num_logits < step.num_rows:
+            x = x[step.logits_rows]
+        self.buffers[self.output] = self.product(x).float()
