@@ -1,0 +1,229 @@
+"""The command line, through `main`: what is printed where, exit codes, bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdecode.cli import main
+
+ENGINE = ["--threads", "1", "--page-tokens", "16"]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    code = main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_generate_streams_text_and_ends_with_metrics(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    args = ["generate", mini_checkpoint, "--prompt", "the cat", "--max-tokens", 5, "--ignore-eos"]
+    code, out, err = _run(capsys, *args, *ENGINE)
+    assert code == 0
+    document_code, document, _ = _run(capsys, *args, "--json", *ENGINE)
+    assert document_code == 0
+    reply = json.loads(document)
+    assert out == reply["text"] + "\n"
+    assert len(reply["token_ids"]) == reply["metrics"]["output_tokens"] == 5
+    assert reply["config"]["decode_backend"] == "auto"
+    assert "5 output tokens, finish length" in err
+    assert "0 % specialized" in err
+
+
+def test_generate_specialized_reports_its_coverage(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the cat", encoding="utf-8")
+    code, out, _ = _run(
+        capsys,
+        *("generate", mini_checkpoint, "--prompt-file", prompt, "--max-tokens", 4),
+        *("--ignore-eos", "--decode-backend", "latency_specialized", "--json", *ENGINE),
+    )
+    assert code == 0
+    metrics = json.loads(out)["metrics"]
+    assert (metrics["coverage"], metrics["decode_steps"]) == (1.0, {"specialized": 3})
+
+
+def test_generate_chat_keeps_reasoning_off_stdout(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    code, out, err = _run(
+        capsys,
+        *("generate", mini_checkpoint, "--prompt", "hi", "--chat", "--max-tokens", 4, *ENGINE),
+    )
+    assert code == 0
+    # The reply of four tokens never leaves the channel that the prompt opened.
+    assert out == "\n"
+    assert "output tokens" in err
+
+
+def test_plan_lists_steps_and_bytes(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    args = ("plan", mini_checkpoint, "--decode-backend", "latency_specialized", *ENGINE)
+    code, out, _ = _run(capsys, *args, "--rows", 2)
+    assert code == 0
+    assert "backend latency_specialized, 2 rows" in out
+    assert "of weights" in out
+    code, out, _ = _run(capsys, *args, "--rows", 9, "--json")
+    document = json.loads(out)
+    assert (code, document["backend"]) == (0, "auto")
+    assert document["requested_backend"] == "latency_specialized"
+    assert document["weight_bytes"] == sum(step["weight_bytes"] for step in document["steps"])
+
+
+@pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
+def test_check_passes_on_both_backends(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, checkpoint: str
+) -> None:
+    directory = request.getfixturevalue(checkpoint)
+    code, out, _ = _run(
+        capsys, "check", directory, "--steps", 2, "--prompt-tokens", 6, "--json", *ENGINE
+    )
+    backends = {check["backend"]: check for check in json.loads(out)}
+    outside = [
+        step
+        for check in backends.values()
+        for step in (*check["steps"], *check["model"])
+        if not step["is_within"]
+    ]
+    assert outside == []
+    assert code == 0
+    assert set(backends) == {"auto", "latency_specialized"}
+    assert all(check["steps"] and check["model"] for check in backends.values())
+
+
+def test_check_finds_a_wrong_weight(
+    capsys: pytest.CaptureFixture[str],
+    mini_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kdecode.engine import worker
+
+    pack = worker.pack_model
+
+    def packs_wrong(*args: object) -> object:
+        packed = pack(*args)  # type: ignore[arg-type]
+        packed.layers[2].post_norm.mul_(1.05)
+        return packed
+
+    monkeypatch.setattr(worker, "pack_model", packs_wrong)
+    code, out, _ = _run(capsys, "check", mini_checkpoint, "--layers", 3, *ENGINE)
+    assert code == 1
+    lines = [line for line in out.splitlines() if line.endswith("OUTSIDE")]
+    assert any("mlp_in" in line and " 2 " in line for line in lines)
+    assert "the first 3 layers only" in out
+
+
+def test_compare_reports_both_arms(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "comparison.json"
+    code, out, _ = _run(
+        capsys,
+        *("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 5, "--blocks", 2),
+        *("--output-tokens", 4, "--arm-b", "auto", "--json", path, *ENGINE),
+    )
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert code == document["exit_code"] == 0
+    assert document["arm_names"] == ["auto (a)", "auto (b)"]
+    assert len(document["engines"]) == 2
+    assert "packed weights" in out
+    assert "verdict" in out
+
+
+def test_compare_exercises_the_specialized_path(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "comparison.json"
+    _run(
+        capsys,
+        *("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 5, "--blocks", 2),
+        *("--output-tokens", 3, "--json", path, *ENGINE),
+    )
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["differences"] == []
+    assert [summary["coverage"] for summary in document["summaries"]] == [0.0, 1.0]
+
+
+def test_make_checkpoint_refuses_a_directory_that_has_one(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    code, _, err = _run(capsys, "make-checkpoint", mini_checkpoint, "--preset", "mini")
+    assert code == 2
+    assert "already has a config.json" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate", "MODEL"], "one of the arguments --prompt --prompt-file is required"),
+        (["generate", "MODEL", "--prompt", "x", "--max-tokens", "0"], "0 is below 1"),
+        (["generate", "MODEL", "--prompt", "x", "--top-p", "2"], "top_p is 2.0"),
+        (["generate", "MODEL", "--prompt", ""], "The prompt has no tokens"),
+        (["generate", "MODEL", "--prompt-file", "/no/such"], "/no/such cannot be read"),
+        (["generate", "MODEL", "--prompt", "x", "--cache-dtype", "fp8"], "cache_scale is not set"),
+        (["generate", "/no/such", "--prompt", "x"], "/no/such is not a directory"),
+        (["generate", "EMPTY", "--prompt", "x"], "config.json"),
+        (["plan", "MODEL", "--decode-backend", "fast"], "invalid choice: 'fast'"),
+        (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
+        (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),
+        (["serve"], "invalid choice: 'serve'"),
+        ([], "COMMAND"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+    mini_checkpoint: Path,
+    tmp_path: Path,
+    args: list[str],
+    message: str,
+) -> None:
+    places = {"MODEL": str(mini_checkpoint), "EMPTY": str(tmp_path)}
+    code, out, err = _run(capsys, *(places.get(arg, arg) for arg in args))
+    assert code == 2
+    assert out == ""
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_fault_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kdecode.engine import worker
+
+    def breaks(*args: object) -> object:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(worker, "pack_model", breaks)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", str(mini_checkpoint), "--prompt", "x"])
+
+
+def test_an_interrupt_ends_with_130(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kdecode.engine import worker
+
+    def interrupts(*args: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "choose", interrupts)
+    code, _, err = _run(capsys, "generate", mini_checkpoint, "--prompt", "x", *ENGINE)
+    assert code == 130
+    assert "interrupted" in err
+
+
+def test_help_needs_no_torch() -> None:
+    script = (
+        "import sys\nfrom kdecode.cli import build_parser\nbuild_parser().format_help()\n"
+        "import kdecode\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
