@@ -30,10 +30,12 @@ DESCRIPTION = (
     "outputs differ, 5 when the specialised path was not exercised."
 )
 
-# Logits of two correct backends differ by the roundings of every layer. Measured between `auto` and
-# the reference on all presets, the largest difference stays below a third of this.
-NEAR_TIE_ATOL = 0.15
-NEAR_TIE_RTOL = 0.02
+# Logits of two correct backends differ by the roundings of every layer, and by an expert that
+# changes place. Between the rounded and the unrounded reference on `small`, with logits up to 10,
+# the largest margin of another choice was 0.5 over 80 positions; a wrong backend's are several
+# units.
+NEAR_TIE_ATOL = 0.25
+NEAR_TIE_RTOL = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
