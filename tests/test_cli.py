@@ -85,7 +85,7 @@ def test_check_passes_on_both_backends(
 ) -> None:
     directory = request.getfixturevalue(checkpoint)
     code, out, _ = _run(
-        capsys, "check", directory, "--steps", 2, "--prompt-tokens", 6, "--json", *ENGINE
+        capsys, "check", directory, "--steps", 8, "--prompt-tokens", 9, "--json", *ENGINE
     )
     backends = {check["backend"]: check for check in json.loads(out)}
     outside = [

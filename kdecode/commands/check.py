@@ -203,8 +203,11 @@ class _Gold:
             wanted_state, near_state = self._parts(gold[1]), self._parts(rounded[1])
             for name, ours in states[row].items():
                 backend, reference = kinds.setdefault(name.split(".")[0], ([], []))
-                backend.append(_distance(ours, wanted_state[name]))
-                reference.append(_distance(near_state[name], wanted_state[name]))
+                # One by one: samples of a window, heads of a state, tokens of a latent cache.
+                parts = zip(ours, near_state[name], wanted_state[name], strict=True)
+                for mine, near, wanted in parts:
+                    backend.append(_distance(mine, wanted))
+                    reference.append(_distance(near, wanted))
         return tuple(
             ModelCheck(kind, statistics.median(backend), statistics.median(reference))
             for kind, (backend, reference) in kinds.items()
@@ -225,7 +228,7 @@ class _Gold:
 
 def _distance(actual: Tensor, gold: Tensor) -> float:
     actual, gold = actual.double(), gold.double()
-    return float((actual - gold.reshape(actual.shape)).norm() / gold.norm().clamp_min(1e-30))
+    return float((actual - gold).norm() / gold.norm().clamp_min(1e-30))
 
 
 def _check(
@@ -249,7 +252,6 @@ def _run_model(worker: Worker, case: Case) -> tuple[list[Tensor], list[dict[str,
     """Prefills every prompt and decodes the rest of each sequence, all rows together."""
     import torch
 
-    from kdecode.cache.batch import StepBatch
     from kdecode.decode.verify import model_state
 
     places = _Places(worker, case)
@@ -262,7 +264,7 @@ def _run_model(worker: Worker, case: Case) -> tuple[list[Tensor], list[dict[str,
         for row, line in enumerate(worker.runner.run(batch).clone()):
             logits[row].append(line)
     states = [
-        model_state(worker.config, worker.caches, StepBatch((request,)))
+        model_state(worker.config, worker.caches, request)
         for request in places.decode(num_steps - 1).requests
     ]
     places.free()

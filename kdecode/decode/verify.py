@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdecode.cache.batch import StepBatch
+from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
 from kdecode.config import ModelConfig
 from kdecode.decode.plan import DecodePlan, Step
@@ -212,21 +212,19 @@ def _compare(
     )
 
 
-def model_state(config: ModelConfig, caches: Caches, batch: StepBatch) -> dict[str, Tensor]:
-    """Everything that the caches hold of a step's requests, by kind and layer, as fp32 or fp64.
+def model_state(config: ModelConfig, caches: Caches, request: StepRequest) -> dict[str, Tensor]:
+    """Everything that the caches hold of a request, by kind and layer, as fp32.
 
-    Call it with the batch of a step that has run: its tokens are counted in.
+    conv [W - 1, 3D], recurrent [H, K, V], pages [tokens, cache_width]. Call it with a step that has
+    run: its tokens are counted in.
     """
-    slots = [request.slot for request in batch.requests]
+    num_tokens = request.start + len(request.token_ids)
     state: dict[str, Tensor] = {}
     for layer, kind in enumerate(config.layer_kinds):
         if kind == "kda":
-            state[f"conv.{layer}"] = caches.conv[layer][slots].float()
-            state[f"recurrent.{layer}"] = caches.recurrent[layer][slots]
-            continue
-        rows = []
-        for request in batch.requests:
-            stored = caches.pages[layer][list(request.pages)].flatten(0, 1)
-            rows.append(stored[: request.start + len(request.token_ids)].float())
-        state[f"pages.{layer}"] = torch.cat(rows) * caches.scales[layer]
+            state[f"conv.{layer}"] = caches.conv[layer][request.slot].float()
+            state[f"recurrent.{layer}"] = caches.recurrent[layer][request.slot].clone()
+        else:
+            stored = caches.pages[layer][list(request.pages)].flatten(0, 1)[:num_tokens]
+            state[f"pages.{layer}"] = stored.float() * caches.scales[layer]
     return state
