@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class StepRequest:
     """One request's share of a step.
 
-    token_ids: the new tokens. start: tokens already in the caches, i.e. the first new token's position.
-    slot: KDA slot. pages: MLA page numbers, enough for start + len(token_ids) tokens.
+    token_ids: the new tokens. start: tokens already in the caches, i.e. the position of the first
+    new token. slot: KDA slot. pages: MLA page numbers, enough for start + len(token_ids) tokens.
     needs_logits: logits of the last new token are wanted. is_decode: the prompt has been prefilled.
     """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
-from kdecode.config import ModelConfig
+from kdecode.config import CacheDtype, ModelConfig
 from kdecode.decode.buffers import value_buffers
 from kdecode.decode.plan import Buffer, DecodePlan, Step
 from kdecode.kernels.contract import Buffers, Tolerance
@@ -24,6 +24,7 @@ from kdecode.model import reference
 from kdecode.model.parameters import (
     KdaParameters,
     LayerParameters,
+    MixParameters,
     MlaParameters,
     MlpParameters,
     ModelParameters,
@@ -212,7 +213,7 @@ class _Stages:
         b, p, mla = self.buffers, self._mla(layer), self.config.mla
         rows = reference.mla_insert(p, mla, b["mla_proj"], self.rounding)
         pages, scale = b.caches.pages[layer], b.caches.scales[layer]
-        dtype: reference.CacheDtype = "bf16" if pages.dtype == torch.bfloat16 else "fp8"
+        dtype: CacheDtype = "bf16" if pages.dtype == torch.bfloat16 else "fp8"
         for request, span in self._requests():
             stored = reference.store_rows(rows[span], dtype, scale)
             for offset, row in enumerate(stored):
@@ -293,7 +294,7 @@ class _Stages:
         logits = reference.head(self.parameters, b["head_in"][ends], self.rounding)
         b["logits"] = logits.float()
 
-    def _mix(self, name: str, weights: reference.MixParameters | None) -> None:
+    def _mix(self, name: str, weights: MixParameters | None) -> None:
         b, eps = self.buffers, self.config.rms_eps
         b[name] = reference.mix(weights, b["prefix"], b["snapshots"], eps, self.rounding)
 

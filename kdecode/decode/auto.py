@@ -38,7 +38,7 @@ def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -
     specs = _buffer_specs(config)
     buffers = Buffers()
     buffers.caches = caches
-    buffers.scratch = Scratch(engine.device)
+    buffers.products = Scratch(engine.device)
     builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs))
     steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
     for layer in range(config.num_layers):
@@ -71,7 +71,7 @@ def load_step(plan: DecodePlan, batch: StepBatch) -> None:
     """Derives the batch's metadata; nothing of the last step's stays. Raises StepError."""
     buffers = plan.buffers
     buffers.batch = batch
-    buffers.step = derive(batch, plan.config, buffers.caches, buffers.scratch.device)
+    buffers.step = derive(batch, plan.config, buffers.caches, buffers.products.device)
 
 
 def _buffer_specs(config: ModelConfig) -> tuple[Buffer, ...]:

@@ -2,7 +2,7 @@
 
 An implementation module (torch, native CPU, Triton, ...) exports three things:
 
-* ``refuse(problem) -> list[str]``: every reason, as full sentences, why it cannot run; ``[]`` if it can.
+* ``refuse(problem) -> list[str]``: every reason, in full sentences, why it cannot run; else ``[]``.
 * ``prepare(problem, weights, buffers) -> Prepared``: binds weights, caches and buffers, once.
 * ``Prepared.run() -> None``: one launch; reads and writes the buffers it was bound to.
 
@@ -21,7 +21,7 @@ from kdecode.config import ModelConfig
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds against the oracle: per element ``atol + rtol * |gold|`` and aggregate RMS-error ratio."""
+    """Bounds against the oracle: ``atol + rtol * |gold|`` an element, and the RMS-error ratio."""
 
     rtol: float
     atol: float
@@ -64,14 +64,14 @@ class Buffers(dict[str, torch.Tensor]):
 
     ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on;
     ``pool`` the threads of native steps. The standard path also has ``step``, the step's
-    `common.step.StepTensors`, and ``scratch``, the `linear.product.Scratch` of its products.
+    `common.step.StepTensors`, and ``products``, the `linear.product.Scratch` of its products.
     """
 
     batch: Any
     caches: Any
     pool: Any
     step: Any
-    scratch: Any
+    products: Any
 
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16

@@ -61,7 +61,7 @@ def layer_stages(config: ModelConfig, layer: int) -> tuple[str, ...]:
 
 
 def model_stages(config: ModelConfig) -> tuple[tuple[int | None, str], ...]:
-    """Every (layer, stage) of one forward pass, in order; layer None is before or after the stack."""
+    """Every (layer, stage) of a forward pass, in order; layer None is before or after the stack."""
     stages: list[tuple[int | None, str]] = [(None, stage) for stage in EMBED]
     for layer in range(config.num_layers):
         stages += [(layer, stage) for stage in layer_stages(config, layer)]

@@ -6,10 +6,12 @@ machine and do not depend on what else is written. Knows names only through `ros
 
 Scales. Projections have a spread of gain / sqrt(fan_in) and two strong directions, so that vectors
 of unit RMS keep a size of about one through depth; decays have half-lives that are spread evenly in
-log scale from 1 to 1000 tokens; attention-residual scores spread by about 1; logits of the head by
-about 2.5. Routing follows the token, as it largely does in trained models: an embedding carries the
-directions of top-k experts, which every router reads in an order of its own, so that the chosen
-experts stand clear of the rest and a rounding seldom changes a choice.
+log scale from 1 to 1000 tokens; attention-residual scores spread by about 0.35; logits of the head by
+about 2.5, and each token has a few successors whose logits it lifts. Routing follows the token, as
+it largely does in trained models: an embedding carries the directions of top-k experts, which every
+router reads in an order of its own, so that the chosen experts stand clear of the rest; and one
+expert more or less is a small part of the residual, so that a rounding that changes a choice
+changes little.
 """
 
 from __future__ import annotations
@@ -58,10 +60,12 @@ _GAINS = {
     "w3": 1.2,
     "lm_head": 2.5,
     "down_proj": 1.0,
-    "w2": 1.6,
-    "latent_up": 0.6,
+    "w2": 0.5,
+    "latent_up": 0.15,
     "o_proj": 1.2,
 }
+# What an embedding adds to the logits of its token's successors, in units of the head's gain.
+_SUCCESSORS = (0.6, 0.45, 0.34, 0.25)
 # Share of a projection's variance that two strong directions have.
 _STRONG_SHARE = 0.1
 _HALF_LIFE_DECADES = 3.0
@@ -215,13 +219,15 @@ def make_tensor(config: ModelConfig, slot: str, spec: TensorSpec, seed: int) -> 
     elif field == "router_bias":
         values = _affine(random, spec, mean=0.0, spread=0.03)
     elif slot.endswith("_mix.proj"):
-        values = _affine(random, spec, mean=0.0, spread=1.0 / math.sqrt(spec.shape[-1]))
+        values = _affine(random, spec, mean=0.0, spread=0.35 / math.sqrt(spec.shape[-1]))
     elif slot == "embed":
-        values = _embedding(random, config, spec, seed)
+        values = _token_vectors(config, spec.shape[0], seed)
     elif field == "router":
         values = _router(random, config, spec, seed)
     else:
         values = _projection(random, spec, _GAINS.get(field, 1.0))
+        if slot == "lm_head":
+            values += _successors(config, spec.shape[0], seed)
     return torch.from_numpy(values).to(DTYPES[spec.dtype])
 
 
@@ -309,22 +315,32 @@ def _projection(random: _Random, spec: TensorSpec, gain: float) -> NDArray[np.fl
     return weight
 
 
+def _successors(config: ModelConfig, vocab: int, seed: int) -> NDArray[np.float32]:
+    """[vocab, M], added to the head: a token's row has the embeddings of what it may follow."""
+    tokens = _token_vectors(config, vocab, seed)
+    scale = _GAINS["lm_head"] / math.sqrt(config.hidden_size) / float(np.sqrt(np.mean(tokens**2)))
+    rows = np.zeros_like(tokens)
+    ids = np.arange(vocab)
+    for place, share in enumerate(_SUCCESSORS):
+        # A permutation of the vocabulary: the factor has no divisor in common with its size.
+        factor = next(n for n in range(7919 * (place + 1), 2**31) if math.gcd(n, vocab) == 1)
+        rows += tokens[(ids * factor + place) % vocab] * np.float32(share * scale)
+    return rows
+
+
 def _expert_directions(config: ModelConfig, seed: int) -> NDArray[np.float32]:
     """[E, M], entries of unit spread: what an embedding says about experts."""
     shape = (config.moe.num_experts, config.hidden_size)
     return _Random(seed, "expert directions").normal(*shape)
 
 
-def _embedding(
-    random: _Random, config: ModelConfig, spec: TensorSpec, seed: int
-) -> NDArray[np.float32]:
-    """[vocab, M]: independent entries, and the directions of top-k experts of the token."""
+def _token_vectors(config: ModelConfig, vocab: int, seed: int) -> NDArray[np.float32]:
+    """The embedding [vocab, M]: independent entries, and the directions of the token's experts."""
     top_k, num_experts = config.moe.top_k, config.moe.num_experts
-    vocab = spec.shape[0]
     words = _Random(seed, "experts of tokens").words(vocab * num_experts)
     chosen = np.argsort(words.reshape(vocab, num_experts), axis=1, kind="stable")[:, :top_k]
     spread = _PLAIN_EMBED_SPREAD if config.attn_res_block is None else _EMBED_SPREAD
-    values = random.normal(*spec.shape)
+    values = _Random(seed, "tokens").normal(vocab, config.hidden_size)
     values *= np.float32(spread * math.sqrt(1 - _ROUTED_SHARE))
     directions = _expert_directions(config, seed)
     directions *= np.float32(spread * math.sqrt(_ROUTED_SHARE / top_k))

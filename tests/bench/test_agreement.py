@@ -36,7 +36,8 @@ def test_first_divergence(candidate: tuple[int, ...], position: int | None) -> N
 
 def test_identical() -> None:
     judged = judge_prompt(0, [REFERENCE] * 2, [REFERENCE] * 2, steps(), NEAR)
-    assert judged.is_identical and judged.agrees
+    assert judged.is_identical
+    assert judged.agrees
     assert (judged.near_ties, judged.real, judged.positions) == (0, 0, 4)
 
 

@@ -164,9 +164,11 @@ def test_any_other_difference_is_not_comparable() -> None:
     result = compare(auto(token_ms=20.0), special(config=config), PROMPTS, settings())
     assert (result.verdict, result.exit_code) == ("not comparable", 3)
     assert [d.setting for d in result.differences] == ["cache.dtype", "extra", "threads"]
-    assert result.ratios == {} and result.agreement is None
+    assert result.ratios == {}
+    assert result.agreement is None
     text = render(result, MACHINE)
-    assert "cache.dtype: 'bf16' | 'fp8'" in text and "extra: None | True" in text
+    assert "cache.dtype: 'bf16' | 'fp8'" in text
+    assert "extra: None | True" in text
     assert "ratios" not in text
 
 
@@ -279,10 +281,12 @@ def test_report_has_separate_rows_and_a_legend(faster: Comparison) -> None:
     assert "310.000 / 310.000 ms" in rows["request latency P50 / P90"]
     assert "decode speed (time per token): 1.300, 95 % interval [1.300, 1.300]" in text
     assert "verdict: faster (exit code 0)" in text
-    assert "1024 MiB" in text and "test cpu, 2 cores, avx2" in text
+    assert "1024 MiB" in text
+    assert "test cpu, 2 cores, avx2" in text
     assert "only 3 blocks; 6 or more" in text
     for name, formula in FORMULAS.items():
-        assert name in text and formula in text
+        assert name in text
+        assert formula in text
 
 
 def test_json_is_complete(faster: Comparison) -> None:

@@ -35,9 +35,11 @@ def test_worked_example_to_the_digit() -> None:
     assert m.decode_s == 0.09
     assert m.decode_tps == pytest.approx(400, rel=1e-12)
     assert m.tpot_s == pytest.approx(2.5e-3, rel=1e-12)
-    assert m.tpot_n1_s is not None and f"{1e3 * m.tpot_n1_s:.2f}" == "2.31"
+    assert m.tpot_n1_s is not None
+    assert f"{1e3 * m.tpot_n1_s:.2f}" == "2.31"
     assert m.ntpot_s == pytest.approx(7.25e-3, rel=1e-12)
-    assert m.e2e_tps is not None and f"{m.e2e_tps:.1f}" == "137.9"
+    assert m.e2e_tps is not None
+    assert f"{m.e2e_tps:.1f}" == "137.9"
     assert m.icl_s == (0.01,) * 9
     assert m.tokens_per_chunk == 4
     assert m.queue_s == 0.003
@@ -121,9 +123,13 @@ def test_summary_of_an_arm() -> None:
 
 def test_undefined_stays_undefined() -> None:
     summary = summarize([record((500 * MS,), prefill_ns=0)])
-    assert summary.decode_tps is None and summary.tpot_s is None and summary.icl_s is None
-    assert summary.prefill_tps is None and summary.coverage is None
-    assert summary.interactivity_p50 is None and summary.interactivity_slow_p90 is None
+    assert summary.decode_tps is None
+    assert summary.tpot_s is None
+    assert summary.icl_s is None
+    assert summary.prefill_tps is None
+    assert summary.coverage is None
+    assert summary.interactivity_p50 is None
+    assert summary.interactivity_slow_p90 is None
     with pytest.raises(MetricError, match="without records"):
         summarize([])
 

@@ -16,7 +16,7 @@ CONFIG = tiny_k3()
 
 def test_released_k3_sizes() -> None:
     """One request's state and one token of K3, as published."""
-    layers = [layer for layer in range(93)]
+    layers = list(range(93))
     kinds = tuple("mla" if layer % 4 == 3 or layer == 92 else "kda" for layer in layers)
     config = replace(
         CONFIG,

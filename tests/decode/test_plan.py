@@ -82,14 +82,16 @@ def test_diff_names_the_first_buffer_that_differs() -> None:
 def test_run_until_stops_after_the_step() -> None:
     plan = _plan(tiny_k3())
     plan.run_until(2)
-    assert "attn_in" in plan.buffers and "kda_proj" not in plan.buffers
+    assert "attn_in" in plan.buffers
+    assert "kda_proj" not in plan.buffers
 
 
 def test_explain_has_a_line_for_every_step() -> None:
     plan = _plan(tiny_k3())
     lines = plan.explain().splitlines()
     assert len(lines) == len(plan.steps) + 3
-    assert "all_reference" in lines[0] and lines[-1] == f"{len(plan.steps)} steps"
+    assert "all_reference" in lines[0]
+    assert lines[-1] == f"{len(plan.steps)} steps"
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:

@@ -86,7 +86,8 @@ def test_special_names_and_offsets(tokenizer: Tokenizer) -> None:
     for name, offset in expected.items():
         assert tokenizer.special_id(name) == first + offset
         assert tokenizer.token_bytes(first + offset) == name.encode()
-    assert tokenizer.is_special(first) and not tokenizer.is_special(first - 1)
+    assert tokenizer.is_special(first)
+    assert not tokenizer.is_special(first - 1)
     with pytest.raises(TokenizerError, match="no special token named"):
         tokenizer.special_id("<|im_end|>")
     with pytest.raises(TokenizerError, match=f"{VOCAB} is outside"):

@@ -39,7 +39,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
         activation=make_gated(problem.config.activation, first),
         input="mlp_in" if problem.config.moe.latent_width is None else "latent",
         grouped_rows=GROUPED_ROWS if is_native else 0,
-        scratch=buffers.scratch,
+        scratch=buffers.products,
         buffers=buffers,
     )
 

@@ -22,7 +22,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed KDA layer."""
     kda = problem.config.kda
     return _Gate(
-        product=make_linear(weights.f_b, buffers.scratch),
+        product=make_linear(weights.f_b, buffers.products),
         rank=weights.f_b.cols,
         dt_bias=weights.dt_bias,
         decay_scale=weights.decay_scale.unsqueeze(-1),

@@ -22,7 +22,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     first = weights.conv.shape[1]
     product, width = None, problem.config.kda.width
     if weights.g_b is not None:
-        product, width = make_linear(weights.g_b, buffers.scratch), weights.g_b.cols
+        product, width = make_linear(weights.g_b, buffers.products), weights.g_b.cols
     columns = slice(first, first + width)
     return _OutNorm(weights.o_norm, problem.config.rms_eps, columns, product, buffers)
 

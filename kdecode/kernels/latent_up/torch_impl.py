@@ -18,7 +18,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    product = make_linear(weights.latent_up, buffers.scratch)
+    product = make_linear(weights.latent_up, buffers.products)
     return _LatentUp(weights.latent_norm, problem.config.rms_eps, product, buffers)
 
 

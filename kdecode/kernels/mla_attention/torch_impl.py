@@ -36,7 +36,7 @@ def refuse(problem: Problem) -> list[str]:
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed MLA layer."""
     assert problem.layer is not None
-    mla, scratch = problem.config.mla, buffers.scratch
+    mla, scratch = problem.config.mla, buffers.products
     caches, layer = buffers.caches, problem.layer
     return _Attention(
         mla=mla,

@@ -16,9 +16,9 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: MlpWeights, buffers: Buffers) -> Prepared:
     return _Mlp(
-        gate_up=make_linear(weights.gate_up, buffers.scratch),
+        gate_up=make_linear(weights.gate_up, buffers.products),
         activation=make_gated(problem.config.activation, weights.gate_up),
-        down=make_linear(weights.down, buffers.scratch),
+        down=make_linear(weights.down, buffers.products),
         output=weights.output,
         buffers=buffers,
     )

@@ -14,7 +14,7 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> Prepared:
-    product = make_linear(weights.matrix, buffers.scratch)
+    product = make_linear(weights.matrix, buffers.products)
     kind = _Head if weights.is_head else _Projection
     return kind(product, weights.input, weights.output, buffers)
 

@@ -21,7 +21,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    scores = make_linear(weights.router, buffers.scratch, torch.float32)
+    scores = make_linear(weights.router, buffers.products, torch.float32)
     return _Route(scores, weights.router_bias, problem.config.moe, buffers)
 
 

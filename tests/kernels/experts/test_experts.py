@@ -31,7 +31,7 @@ def _config(form: str) -> ModelConfig:
 
 
 def _prepare(kind: Any, config: ModelConfig, weights: Any, buffers: Buffers) -> Any:
-    buffers.scratch = Scratch("cpu")
+    buffers.products = Scratch("cpu")
     problem = Problem(config, 1, None, 1, "cpu", "bf16", 16, 64, "")
     assert kind.refuse(problem) == []
     return kind.prepare(problem, weights, buffers)
