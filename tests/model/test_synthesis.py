@@ -46,7 +46,7 @@ def test_bytes_do_not_change_between_versions(mini_checkpoint: Path) -> None:
     """A stated digest: baselines of generated text stay valid only while this one does."""
     files = sorted(mini_checkpoint.glob("*.safetensors"))
     content = b"".join(path.read_bytes() for path in files)
-    assert hashlib.sha256(content).hexdigest()[:16] == "3ba669ef0cd5226a"
+    assert hashlib.sha256(content).hexdigest()[:16] == "1ff41901408a3b04"
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -118,7 +118,7 @@ def test_decays_span_the_realistic_range(family: str, request: pytest.FixtureReq
 def test_mxfp4_weights_have_the_intended_spread(mini_checkpoint: Path) -> None:
     mlp = CheckpointReader(mini_checkpoint).load_layer(1).mlp
     assert isinstance(mlp, MoeParameters)
-    for part, gain in ((mlp.w1, 1.3), (mlp.w2, 1.6)):
+    for part, gain in ((mlp.w1, 1.3), (mlp.w2, 0.5)):
         weights = [dequantise(w).float() for w in part if isinstance(w, Mxfp4)]
         assert len(weights) == 24
         spread = torch.stack(weights).std() * weights[0].shape[1] ** 0.5 / gain
