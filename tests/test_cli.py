@@ -79,6 +79,29 @@ def test_plan_lists_steps_and_bytes(
     assert document["weight_bytes"] == sum(step["weight_bytes"] for step in document["steps"])
 
 
+def test_bench_prints_a_floor_and_shares_of_it(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    code, out, _ = _run(capsys, "bench", "roofline", "--threads", 1, "--rounds", 2, "--json")
+    (entry,) = json.loads(out)["bandwidth"]
+    assert (code, entry["num_threads"], len(entry["readings"])) == (0, 1, 2)
+    common = (mini_checkpoint, "--rows", 2, "--context-tokens", 16, "--runs", 1)
+    for backend in ("auto", "latency_specialized"):
+        engine = ("--decode-backend", backend, *ENGINE)
+        decode = ("bench", "decode", *common, "--output-tokens", 4, *engine)
+        code, out, _ = _run(capsys, *decode, "--json")
+        document = json.loads(out)
+        (measured,) = document["runs"]
+        assert (code, document["backend"]) == (0, backend)
+        assert document["step_bytes"] > document["weight_bytes"] > 0
+        assert 0 < measured["floor_share"] < 1
+        code, out, _ = _run(capsys, "bench", "layer", *common, *engine)
+        assert code == 0
+        assert f"backend {backend}, 2 rows, 16 tokens of context" in out
+        assert "launches a layer" in out
+        assert "KDA + MoE" in out
+
+
 @pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
 def test_check_passes_on_both_backends(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, checkpoint: str

@@ -18,7 +18,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import ModelConfig
 from kdecode.decode.buffers import input_buffers, value_buffers
 from kdecode.decode.plan import Buffer, DecodePlan, Step
-from kdecode.decode.traffic import stage_weight_bytes
+from kdecode.decode.traffic import op_weight_bytes
 from kdecode.kernels import table
 from kdecode.kernels.common.native import NativeStep, Pool, Program
 from kdecode.kernels.contract import Buffers, OpContract, Problem
@@ -178,9 +178,7 @@ class _Builder:
             writes=contract.writes,
             run=prepared.run,
             tolerance=contract.tolerance,
-            weight_bytes=sum(
-                stage_weight_bytes(self.packed, layer, stage) for stage in contract.covers
-            ),
+            weight_bytes=op_weight_bytes(self.packed, layer, op, contract.covers),
         )
 
     def _restrict(self, contract: OpContract, layer: int | None) -> OpContract:

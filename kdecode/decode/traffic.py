@@ -30,6 +30,32 @@ def stage_weight_bytes(packed: PackedModel, layer: int | None, stage: str) -> in
     return sum(matrix.num_bytes for matrix in matrices if matrix is not None)
 
 
+def op_weight_bytes(
+    packed: PackedModel, layer: int | None, op: str, covers: tuple[str, ...]
+) -> int:
+    """Packed weight bytes that one row reads in a step of an op that covers these stages.
+
+    The two halves of a mixture of experts share a stage: `moe_front` reads the shared expert's
+    gate_up matrix already, and `moe_tail`, which completes the stage, covers it.
+    """
+    total = sum(stage_weight_bytes(packed, layer, stage) for stage in covers)
+    if layer is None or op not in ("moe_front", "moe_tail"):
+        return total
+    moe = packed.layers[layer].mlp
+    if not isinstance(moe, PackedMoe) or moe.shared is None:
+        return total
+    early = moe.shared.gate_up.num_bytes
+    return total + early if op == "moe_front" else total - early
+
+
+def expert_bytes(packed: PackedModel, layer: int) -> int:
+    """Packed bytes of one routed expert of a layer; 0 where there are none."""
+    mlp = packed.layers[layer].mlp
+    if not isinstance(mlp, PackedMoe):
+        return 0
+    return sum(matrix.num_bytes for matrix in _mlp_matrices(mlp.experts[0]))
+
+
 def stage_state_bytes(
     config: ModelConfig, layer: int | None, stage: str, context_tokens: int, cache_bytes: int
 ) -> int:
@@ -69,7 +95,7 @@ def _mla_matrices(mla: PackedMla, stage: str) -> tuple[Matrix | None, ...]:
     }.get(stage, ())
 
 
-def _mlp_matrices(mlp: PackedMlp) -> tuple[Matrix | None, ...]:
+def _mlp_matrices(mlp: PackedMlp) -> tuple[Matrix, ...]:
     return mlp.gate_up, mlp.down
 
 

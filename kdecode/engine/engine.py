@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from kdecode.config import EngineConfig, ModelConfig
+from kdecode.decode.inspect import PlanCost, PlanProbe
 from kdecode.decode.plan import DecodePlan
 from kdecode.engine.loop import Event, StepLoop
 from kdecode.engine.request import (
@@ -241,6 +242,25 @@ class LLM:
     def decode_plan(self, rows: int = 1) -> DecodePlan:
         """The plan that serves a decode step of so many rows; `explain()` prints it."""
         return self._worker.runner.plan(rows)
+
+    def inspect_decode(self, rows: int, context_tokens: int, runs: int) -> PlanCost:
+        """What each step of a decode step costs, on made-up requests of such a length.
+
+        RequestError while requests are open: the probe takes slots and pages of the caches, and
+        for requests that the caches cannot hold.
+        """
+        if self._loop.scheduler.num_waiting or self._loop.scheduler.num_running:
+            raise RequestError("Requests are open; a decode step is inspected on an idle engine.")
+        caches, limit = self._worker.caches, self.engine_config.max_context_tokens
+        if rows > caches.num_slots or context_tokens > limit:
+            raise RequestError(
+                f"{rows} requests of {context_tokens:,} tokens; this engine's caches hold "
+                f"{caches.num_slots} of {limit:,}."
+            )
+        threads = self.engine_config.resolved_threads()
+        plan = self.decode_plan(rows)
+        with PlanProbe(self._worker.packed, plan, caches, rows, context_tokens, threads) as probe:
+            return probe.measure(runs)
 
     def _submit(
         self, prompt: Prompt, params: SamplingParams, forced_ids: tuple[int, ...] | None = None

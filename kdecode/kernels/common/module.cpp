@@ -95,6 +95,13 @@ std::vector<double> run_time_tile_dot(Pool& pool, const std::string& isa, const 
   return time_tile_dot(pool, isa, w, num_rows, reinterpret_cast<const bf16*>(x), reinterpret_cast<float*>(y), repeats);
 }
 
+std::vector<double> run_time_stream(Pool& pool, std::uintptr_t memory, std::int64_t num_bytes, int repeats) {
+  if (memory == 0 || num_bytes < 256 || num_bytes % 256 != 0) {
+    throw std::invalid_argument(std::to_string(num_bytes) + " bytes to read; it has to be a positive multiple of 256.");
+  }
+  return time_stream(pool, reinterpret_cast<const std::uint64_t*>(memory), num_bytes, repeats);
+}
+
 void run_vmath(const std::string& isa, const std::string& function, std::uintptr_t x, std::uintptr_t second, std::int64_t count,
                std::uintptr_t out) {
   const auto floats = [](std::uintptr_t address) { return reinterpret_cast<float*>(address); };
@@ -131,8 +138,8 @@ void bind_probes(nb::module_& m) {
         "y [tiles, num_rows, 16] fp32 = W x for x [num_rows, cols] bf16, on this thread.");
   m.def("time_tile_dot", run_time_tile_dot, released, nb::arg("pool"), nb::arg("isa"), nb::arg("w"), nb::arg("num_rows"),
         nb::arg("x"), nb::arg("y"), nb::arg("repeats"), "Seconds of each of `repeats` products, as tile_dot but on all threads.");
-  m.def("stream_bandwidth", stream_bandwidth, released, nb::arg("pool"), nb::arg("num_bytes"), nb::arg("repeats") = 5,
-        "Bytes a second that all threads read together from a buffer of num_bytes: the best of some passes.");
+  m.def("time_stream", run_time_stream, released, nb::arg("pool"), nb::arg("memory"), nb::arg("num_bytes"), nb::arg("repeats"),
+        "Seconds of each of `repeats` passes in which all threads together read num_bytes (a multiple of 256) at memory.");
   m.def("vmath", run_vmath, released, nb::arg("isa"), nb::arg("function"), nb::arg("x"), nb::arg("second"), nb::arg("count"),
         nb::arg("out"), "out [count] fp32 = function(x), or function(x, second): the elementwise maths, for tests.");
   m.def("pool_self_test", pool_self_test, released, nb::arg("pool"), nb::arg("jobs"), nb::arg("phases"), nb::arg("splits"),

@@ -21,8 +21,8 @@ Program = _native.Program
 Tiles = _native.Tiles
 available_cores = _native.available_cores
 detect_isa = _native.detect_isa
-stream_bandwidth = _native.stream_bandwidth
 supported_isas = _native.supported_isas
+time_stream = _native.time_stream
 
 __all__ = [
     "NativeStep",
@@ -32,9 +32,9 @@ __all__ = [
     "available_cores",
     "detect_isa",
     "ptr",
-    "stream_bandwidth",
     "supported_isas",
     "tiles",
+    "time_stream",
 ]
 
 # Rows of one native decode step, and of one pass of the native products.

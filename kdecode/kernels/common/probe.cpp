@@ -21,6 +21,8 @@ void run_on(Pool& pool, Body&& body) {
 }
 
 constexpr std::int64_t kReadBytes = 64 * 1024;
+// Of one claim of the read loop; long, because the hardware prefetcher restarts at each.
+constexpr std::int64_t kStreamBytes = 512 * 1024;
 
 }  // namespace
 
@@ -52,19 +54,15 @@ std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int it
   return faults.load();
 }
 
-double stream_bandwidth(Pool& pool, std::int64_t num_bytes, int repeats) {
-  const std::int64_t words = num_bytes / 8, chunk = kReadBytes / 8;
-  const std::unique_ptr<std::uint64_t[]> memory(new std::uint64_t[words]);
-  run_on(pool, [&](Worker& worker) {
-    worker.split(words, chunk, [&](std::int64_t begin, std::int64_t end) { std::fill(&memory[begin], &memory[end], begin); });
-  });
+std::vector<double> time_stream(Pool& pool, const std::uint64_t* memory, std::int64_t num_bytes, int repeats) {
+  const std::int64_t words = num_bytes / 8;
   std::atomic<std::uint64_t> sink{0};
-  double best = 0;
+  std::vector<double> seconds;
   for (int repeat = 0; repeat < repeats; ++repeat) {
     const double start = seconds_now();
     run_on(pool, [&](Worker& worker) {
       std::uint64_t sums[32] = {};
-      worker.split(words, chunk, [&](std::int64_t begin, std::int64_t end) {
+      worker.split(words, kStreamBytes / 8, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t i = begin; i + 32 <= end; i += 32) {
           for (int lane = 0; lane < 32; ++lane) sums[lane] ^= memory[i + lane];
         }
@@ -72,9 +70,9 @@ double stream_bandwidth(Pool& pool, std::int64_t num_bytes, int repeats) {
       // The sums are used, so the compiler has to read the memory.
       for (const std::uint64_t sum : sums) sink.fetch_xor(sum, std::memory_order_relaxed);
     });
-    best = std::max(best, static_cast<double>(words * 8) / (seconds_now() - start));
+    seconds.push_back(seconds_now() - start);
   }
-  return best;
+  return seconds;
 }
 
 std::vector<double> time_tile_dot(Pool& pool, const std::string& isa, const Tiles& w, int num_rows, const bf16* x, float* y,

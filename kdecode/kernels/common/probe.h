@@ -14,8 +14,8 @@ namespace kdecode {
 // items of all were not handed out exactly once, plus the phases that began before the one before it was complete.
 std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int items);
 
-// Best bytes a second of `repeats` passes over a buffer of `num_bytes` that all threads read together: what streaming kernels can reach.
-double stream_bandwidth(Pool& pool, std::int64_t num_bytes, int repeats);
+// Seconds of each of `repeats` passes in which all threads together read `num_bytes` at `memory` once, in order.
+std::vector<double> time_stream(Pool& pool, const std::uint64_t* memory, std::int64_t num_bytes, int repeats);
 
 // Seconds of each of `repeats` products of all tiles of `w` with `num_rows` rows of x.
 std::vector<double> time_tile_dot(Pool& pool, const std::string& isa, const Tiles& w, int num_rows, const bf16* x, float* y,

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from kdecode.kernels.common import _native
 from kdecode.kernels.common.native import Pool, Program, available_cores, supported_isas
@@ -88,6 +89,10 @@ def test_a_program_refuses_what_it_does_not_know():
     program.run(0, 0)
 
 
-def test_bandwidth_probe_reads_memory():
-    bandwidth = _native.stream_bandwidth(Pool(1), 8 << 20, 2)
-    assert 1e8 < bandwidth < 1e13
+def test_the_read_loop_is_timed_pass_by_pass_and_bounded_by_reason():
+    memory = torch.ones(8 << 20, dtype=torch.uint8)
+    seconds = _native.time_stream(Pool(1), memory.data_ptr(), memory.numel(), 3)
+    assert len(seconds) == 3
+    assert all(1e8 < memory.numel() / second < 1e13 for second in seconds)
+    with pytest.raises(ValueError, match="multiple of 256"):
+        _native.time_stream(Pool(1), memory.data_ptr(), 100, 1)

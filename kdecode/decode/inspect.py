@@ -1,0 +1,210 @@
+"""What every step of a plan costs: microseconds, and the bytes that it has to move.
+
+Owns timing a plan step by step on caches of a given length, and joining the times with the bytes of
+`traffic`. Experts are counted as the routing of the timed tokens chose them. A probe borrows slots
+and pages of the caches, which nobody may use meanwhile, and gives them back. Knows no kernels.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from types import TracebackType
+
+import torch
+
+from kdecode.cache.batch import StepBatch, StepRequest
+from kdecode.cache.budget import item_bytes
+from kdecode.cache.caches import Caches
+from kdecode.decode.auto import load_step
+from kdecode.decode.plan import DecodePlan, Step
+from kdecode.decode.runner import load_inputs
+from kdecode.decode.traffic import expert_bytes, stage_state_bytes
+from kdecode.model.layout import PackedModel
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One step of a plan, over all timed runs.
+
+    microseconds: the median. weight_bytes: with each expert counted once a run, whichever rows
+    chose it. state_bytes: state and cache of all rows, read and written. distinct_experts: mean
+    over the runs; None for a step without experts.
+    """
+
+    layer: int | None
+    op: str
+    impl: str
+    covers: tuple[str, ...]
+    microseconds: float
+    weight_bytes: float
+    state_bytes: int
+    distinct_experts: float | None
+
+    @property
+    def num_bytes(self) -> float:
+        return self.weight_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """A plan's steps, and `plan_microseconds`: the median of runs that were not interrupted to time
+    single steps (one native call, where the plan has one)."""
+
+    backend: str
+    rows: int
+    context_tokens: int
+    steps: tuple[StepCost, ...]
+    plan_microseconds: float
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(step.num_bytes for step in self.steps)
+
+
+class PlanProbe:
+    """Runs a plan on made-up requests of ``context_tokens`` tokens each; a context manager.
+
+    The state and the cached rows are random numbers in memory that has been written (memory that
+    never was would be read from one page of zeros), and every run has new random tokens.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        plan: DecodePlan,
+        caches: Caches,
+        rows: int,
+        context_tokens: int,
+        num_threads: int,
+    ) -> None:
+        self._packed, self._plan, self._caches = packed, plan, caches
+        self._rows, self._context_tokens = rows, context_tokens
+        self._is_native = plan.launch_all is not None
+        self._num_threads = num_threads
+        self._random = random.Random(0)
+        self._slots: list[int] = []
+        self._pages: list[tuple[int, ...]] = []
+
+    def __enter__(self) -> PlanProbe:
+        try:
+            for _ in range(self._rows):
+                self._slots.append(self._caches.allocate_slot())
+                self._pages.append(self._caches.allocate_pages(self._context_tokens))
+        except BaseException:
+            self._release()
+            raise
+        self._fill()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._release()
+
+    def measure(self, runs: int) -> PlanCost:
+        """``runs`` runs timed step by step, and as many whole; one more of each comes first."""
+        if runs < 1:
+            raise ValueError(f"{runs} timed runs; there has to be at least 1.")
+        # The native pool owns the cores in its own plans; torch's threads would only fight it.
+        torch.set_num_threads(1 if self._is_native else self._num_threads)
+        whole, single = [], []
+        with torch.no_grad():
+            for _ in range(runs + 1):
+                whole.append(self._timed_run())
+                single.append(self._timed_steps())
+        # The first of each met cold caches and, with torch, kernels that had not been chosen yet.
+        return PlanCost(
+            backend=self._plan.backend,
+            rows=self._rows,
+            context_tokens=self._context_tokens,
+            steps=tuple(
+                self._cost(step, [run[index] for run in single[1:]])
+                for index, step in enumerate(self._plan.steps)
+            ),
+            plan_microseconds=median(whole[1:]),
+        )
+
+    def _timed_run(self) -> float:
+        self._load()
+        return _microseconds(self._plan.run)
+
+    def _timed_steps(self) -> list[tuple[float, int | None]]:
+        """Microseconds of each step, and the distinct experts of those that run experts."""
+        self._load()
+        timed: list[tuple[float, int | None]] = []
+        for step in self._plan.steps:
+            spent = _microseconds(step.run)
+            experts = None
+            if "experts" in step.covers:
+                chosen = self._plan.buffers["route_ids"][: self._rows]
+                experts = len(set(chosen.flatten().tolist()))
+            timed.append((spent, experts))
+        return timed
+
+    def _cost(self, step: Step, runs: Sequence[tuple[float, int | None]]) -> StepCost:
+        experts = None
+        weight_bytes = float(step.weight_bytes or 0)
+        if "experts" in step.covers and step.layers[0] is not None:
+            experts = fmean(count for _, count in runs if count is not None)
+            more = experts - self._plan.config.moe.top_k
+            weight_bytes += more * expert_bytes(self._packed, step.layers[0])
+        item = item_bytes(self._caches.cache_dtype)
+        state = sum(
+            stage_state_bytes(self._plan.config, layer, stage, self._context_tokens, item)
+            for layer, stage in step.stages
+        )
+        return StepCost(
+            layer=step.layers[0],
+            op=step.op,
+            impl=step.impl,
+            covers=step.covers,
+            microseconds=median(spent for spent, _ in runs),
+            weight_bytes=weight_bytes,
+            state_bytes=self._rows * state,
+            distinct_experts=experts,
+        )
+
+    def _load(self) -> None:
+        vocab = self._plan.config.vocab_size
+        requests = tuple(
+            StepRequest(
+                token_ids=(self._random.randrange(vocab),),
+                start=self._context_tokens - 1,
+                slot=slot,
+                pages=pages,
+                is_decode=True,
+            )
+            for slot, pages in zip(self._slots, self._pages, strict=True)
+        )
+        load = load_inputs if self._is_native else load_step
+        load(self._plan, StepBatch(requests))
+
+    def _fill(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for slot in self._slots:
+            for state in (*self._caches.conv.values(), *self._caches.recurrent.values()):
+                state[slot].normal_(std=0.1, generator=generator)
+        for cache in self._caches.pages.values():
+            for page in (page for pages in self._pages for page in pages):
+                rows = torch.empty(cache.shape[1:], dtype=torch.float32)
+                cache[page].copy_(rows.normal_(std=0.5, generator=generator))
+
+    def _release(self) -> None:
+        for slot in self._slots:
+            self._caches.free_slot(slot)
+        for pages in self._pages:
+            self._caches.free_pages(pages)
+        self._slots, self._pages = [], []
+
+
+def _microseconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - start) / 1000
