@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,7 @@ class ModelConfig:
 class EngineConfig:
     """How one engine runs a model. Every value is checked when the object is made.
 
+    device: "cpu", "cuda" or "cuda:N"; whether it exists is known to the engine, not here.
     num_threads: None for every core the process may use. isa: None for the best one there is.
     cache_scale: scale of an fp8 latent cache (stored = x / scale) for checkpoints without one.
     max_step_tokens: tokens of one step, i.e. the largest chunk of a prompt. cache_budget_bytes:
@@ -166,7 +168,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choice("decode_backend", self.decode_backend, get_args(DecodeBackend))
-        check_choice("device", self.device, ("cpu",))
+        check_device_name(self.device)
         check_choice("cache_dtype", self.cache_dtype, get_args(CacheDtype))
         if self.isa is not None:
             check_choice("isa", self.isa, get_args(Isa))
@@ -223,6 +225,11 @@ def environment() -> Environment:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+
+
+def check_device_name(device: object) -> None:
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]*))?", device):
+        raise ConfigError(f"device is {device!r}; it must be cpu, cuda or cuda:N.")
 
 
 def check_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:

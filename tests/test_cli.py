@@ -195,6 +195,8 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
         (["generate", "MODEL", "--prompt", "x", "--cache-dtype", "fp8"], "cache_scale is not set"),
         (["generate", "/no/such", "--prompt", "x"], "/no/such is not a directory"),
         (["generate", "EMPTY", "--prompt", "x"], "config.json"),
+        (["generate", "MODEL", "--prompt", "x", "--device", "tpu"], "device is 'tpu'"),
+        (["generate", "MODEL", "--prompt", "x", "--device", "cuda:99"], "device is 'cuda:99'"),
         (["plan", "MODEL", "--decode-backend", "fast"], "invalid choice: 'fast'"),
         (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
         (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),

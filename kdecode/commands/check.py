@@ -257,11 +257,11 @@ def _run_model(worker: Worker, case: Case) -> tuple[list[Tensor], list[dict[str,
     places = _Places(worker, case)
     logits = [[] for _ in case.sequences]  # type: list[list[Tensor]]
     for row in range(len(case.sequences)):
-        logits[row].append(worker.runner.run(places.prefill(row))[0].clone())
+        logits[row].append(worker.runner.run(places.prefill(row))[0].clone().cpu())
     num_steps = len(case.sequences[0]) - case.prompt_tokens[0]
     for step in range(num_steps):
         batch = places.decode(step)
-        for row, line in enumerate(worker.runner.run(batch).clone()):
+        for row, line in enumerate(worker.runner.run(batch).clone().cpu()):
             logits[row].append(line)
     states = [
         model_state(worker.config, worker.caches, request)

@@ -82,6 +82,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool =
         group.add_argument(
             "--decode-backend", choices=get_args(DecodeBackend), default=defaults.decode_backend
         )
+    group.add_argument("--device", default=defaults.device, help="cpu, cuda or cuda:N")
     group.add_argument("--threads", type=positive, help="default: every core it may use")
     group.add_argument("--isa", choices=get_args(Isa), help="default: the best there is")
     group.add_argument("--cache-dtype", choices=get_args(CacheDtype), default=defaults.cache_dtype)
@@ -95,6 +96,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool =
 def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
     """The arguments of `add_engine_arguments` as a configuration. Raises ConfigError."""
     given: dict[str, Any] = {
+        "device": args.device,
         "num_threads": args.threads,
         "isa": args.isa,
         "cache_dtype": args.cache_dtype,

@@ -92,11 +92,16 @@ def refuse(deployment: Deployment) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 
-def build(deployment: Deployment, packed: PackedModel, caches: Caches, rows: int) -> DecodePlan:
-    """The plan of one row bucket. Raises BackendRefusedError with every reason."""
+def check(deployment: Deployment) -> None:
+    """Raises BackendRefusedError with every reason, if there is one."""
     reasons = refuse(deployment)
     if reasons:
         raise BackendRefusedError(refusal_message(reasons))
+
+
+def build(deployment: Deployment, packed: PackedModel, caches: Caches, rows: int) -> DecodePlan:
+    """The plan of one row bucket. Raises BackendRefusedError with every reason."""
+    check(deployment)
     config = deployment.config
     specs = (*input_buffers(rows, deployment.max_pages), *value_buffers(config, rows))
     builder = _Builder(

@@ -15,7 +15,7 @@ import torch
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
-from kdecode.config import EngineConfig
+from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode import auto, latency_specialized
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
@@ -84,7 +84,7 @@ class StepRunner:
         self._plans: dict[int, DecodePlan] = {}
         self._logged: set[str] = set()
         if engine.decode_backend == "latency_specialized":
-            deployment = deployment_of(packed, engine)
+            deployment = deployment_of(packed.config, engine)
             for rows in ROW_BUCKETS:
                 self._plans[rows] = latency_specialized.build(deployment, packed, caches, rows)
 
@@ -124,10 +124,10 @@ class StepRunner:
         log.info("decode steps run on the standard path: %s (logged once)", reason)
 
 
-def deployment_of(packed: PackedModel, engine: EngineConfig) -> Deployment:
+def deployment_of(config: ModelConfig, engine: EngineConfig) -> Deployment:
     """The native deployment that an engine's configuration asks for."""
     return Deployment(
-        config=packed.config,
+        config=config,
         device=engine.device,
         isa=engine.isa or native.detect_isa(),
         pool=native.Pool(engine.resolved_threads()),

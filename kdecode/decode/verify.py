@@ -2,7 +2,8 @@
 
 Owns the walk: each step is given the oracle's inputs, so that what is measured is that step's own
 error and not the sum of all before it, and is then compared in every buffer and state it writes, by
-the tolerance of its contract. Does not know how plans or caches are built.
+the tolerance of its contract. Comparing happens on the host, wherever the plan runs. Does not know
+how plans or caches are built.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def load_step(plan: DecodePlan, batch: StepBatch) -> None:
         return
     plan.buffers.batch = batch
     if plan.backend == "auto":
-        plan.buffers.step = derive(batch, plan.config, plan.buffers.caches, "cpu")
+        plan.buffers.step = derive(
+            batch, plan.config, plan.buffers.caches, plan.buffers.products.device
+        )
 
 
 def check_steps(
@@ -135,7 +138,7 @@ def _check_route(
     assert isinstance(moe, MoeParameters)
     scores = torch.sigmoid(oracle.buffers["mlp_in"].float() @ moe.router.float().T)
     biased = scores + moe.router_bias.float()
-    ours, order = plan.buffers["route_ids"].long().sort(-1)
+    ours, order = plan.buffers["route_ids"].cpu().long().sort(-1)
     theirs, oracle_order = oracle.buffers["route_ids"].long().sort(-1)
     worst = 0.0
     clear = []
@@ -151,7 +154,7 @@ def _check_route(
             float(biased[row, e]) for e in mine - wanted
         )
         worst = max(worst, gap / ROUTE_TIE)
-    weights = plan.buffers["route_weights"].gather(-1, order)[clear]
+    weights = plan.buffers["route_weights"].cpu().gather(-1, order)[clear]
     gold = oracle.buffers["route_weights"].gather(-1, oracle_order)[clear]
     found = _compare(index, step, "route", weights, gold, step.tolerance)
     return StepCheck(
@@ -198,6 +201,7 @@ def _written(caches: Caches, layer: int | None, batch: StepBatch) -> Tensor:
 def _compare(
     index: int, step: Step, name: str, actual: Tensor, gold: Tensor, tolerance: Tolerance
 ) -> StepCheck:
+    actual = actual.cpu()
     found: Difference = difference(actual, gold, tolerance)
     same = bool((torch.isfinite(actual.float()) == torch.isfinite(gold.float())).all())
     return StepCheck(
@@ -222,9 +226,9 @@ def model_state(config: ModelConfig, caches: Caches, request: StepRequest) -> di
     state: dict[str, Tensor] = {}
     for layer, kind in enumerate(config.layer_kinds):
         if kind == "kda":
-            state[f"conv.{layer}"] = caches.conv[layer][request.slot].float()
-            state[f"recurrent.{layer}"] = caches.recurrent[layer][request.slot].clone()
+            state[f"conv.{layer}"] = caches.conv[layer][request.slot].float().cpu()
+            state[f"recurrent.{layer}"] = caches.recurrent[layer][request.slot].clone().cpu()
         else:
             stored = caches.pages[layer][list(request.pages)].flatten(0, 1)[:num_tokens]
-            state[f"pages.{layer}"] = stored.float() * caches.scales[layer]
+            state[f"pages.{layer}"] = stored.float().cpu() * caches.scales[layer]
     return state

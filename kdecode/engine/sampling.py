@@ -52,7 +52,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | BadLogits]:
         elif draw.params.is_greedy and token not in draw.banned_ids:
             chosen.append(token)
         else:
-            chosen.append(_choose(logits[row], draw))
+            # On the host, so that a seed draws the same token whatever the device.
+            chosen.append(_choose(logits[row].cpu(), draw))
     return chosen
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_bytes
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
-from kdecode.decode.runner import StepRunner
+from kdecode.decode import latency_specialized
+from kdecode.decode.runner import StepRunner, deployment_of
 from kdecode.engine.loop import StepResult
 from kdecode.engine.request import Request
 from kdecode.engine.sampling import BadLogits, Draw, sample
@@ -60,9 +61,14 @@ class Worker:
         self.engine = engine
         self.weights_digest = weights_digest(directory)
         check_context(self.config, engine)
+        check_backend(self.config, engine)
+        check_device(engine.device)
         opened = time.perf_counter()
         self.packed = pack_model(
-            reader, trunk_format(engine), lambda done, total: progress("packing", done, total)
+            reader,
+            trunk_format(engine),
+            lambda done, total: progress("packing", done, total),
+            engine.device,
         )
         packed = time.perf_counter()
         self.caches = allocate_caches(self.packed, engine)
@@ -110,6 +116,27 @@ def check_context(config: ModelConfig, engine: EngineConfig) -> None:
             f"max_context_tokens is {engine.max_context_tokens:,}; the model was made for at most "
             f"{config.max_positions:,} positions."
         )
+
+
+def check_backend(config: ModelConfig, engine: EngineConfig) -> None:
+    """Raises BackendRefusedError with every reason, before minutes of packing."""
+    if engine.decode_backend == "latency_specialized":
+        latency_specialized.check(deployment_of(config, engine))
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError unless torch can use the device now."""
+    name, _, index = device.partition(":")
+    if name == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device is {device!r}, but torch {torch.__version__} finds no CUDA device here; set "
+            "device to 'cpu', or install a torch build for CUDA where there is a GPU."
+        )
+    count = torch.cuda.device_count()
+    if index and int(index) >= count:
+        raise ConfigError(f"device is {device!r}; there are {count} CUDA devices, from cuda:0 on.")
 
 
 def allocate_caches(packed: PackedModel, engine: EngineConfig) -> Caches:

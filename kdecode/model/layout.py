@@ -9,8 +9,8 @@ residual mix's norm weight and score projection.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from kdecode.model.parameters import (
 from kdecode.model.weights import CheckpointReader
 
 TrunkFormat = Literal["rows", "tiles"]
+_Packed = TypeVar("_Packed")
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,13 @@ def pack_model(
     reader: CheckpointReader,
     trunk_format: TrunkFormat,
     progress: Callable[[int, int], None] | None = None,
+    device: str = "cpu",
 ) -> PackedModel:
     """Packs a checkpoint layer by layer; each layer's mapped pages are given back once copied.
 
-    progress(layers done, layers). Raises CheckpointError for a bad or incomplete checkpoint and
-    ValueError for a size that the format cannot hold.
+    device: where the packed tensors stay; they are made on the host, a layer at a time, so that it
+    never holds a second model. progress(layers done, layers). Raises CheckpointError for a bad or
+    incomplete checkpoint and ValueError for a size that the format cannot hold.
     """
     if trunk_format not in ("rows", "tiles"):
         raise ValueError(f"trunk_format is {trunk_format!r}; it must be rows or tiles.")
@@ -127,7 +130,7 @@ def pack_model(
     layers = []
     for number in range(config.num_layers):
         with reader.layer(number) as parameters:
-            layers.append(pack.layer(parameters))
+            layers.append(to_device(pack.layer(parameters), device))
         if progress is not None:
             progress(number + 1, config.num_layers)
     final_mix, norm, lm_head = reader.load_head()
@@ -141,7 +144,24 @@ def pack_model(
     )
     reader.drop_outside()
     reader.finish()
-    return packed
+    return to_device(packed, device)
+
+
+def to_device(packed: _Packed, device: str) -> _Packed:
+    """The same tensors on another device: of a tensor, a tuple or a dataclass of such.
+
+    What is there already is not copied, and anything else is returned as it is.
+    """
+    moved: Any = packed
+    if isinstance(packed, Tensor):
+        moved = packed.to(device)
+    elif isinstance(packed, tuple):
+        moved = tuple(to_device(item, device) for item in packed)
+    elif is_dataclass(packed) and not isinstance(packed, type | ModelConfig):
+        parts = {f.name: to_device(getattr(packed, f.name), device) for f in fields(packed)}
+        moved = replace(packed, **parts)
+    result: _Packed = moved
+    return result
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ mistake there cannot hide one here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -51,7 +52,12 @@ class Model:
     packed: PackedModel
 
 
-def make_model(form: str, trunk: str = "rows", seed: int = 0) -> Model:
+def make_model(
+    form: str,
+    trunk: str = "rows",
+    seed: int = 0,
+    change_moe: Callable[[MoeParameters], MoeParameters] = lambda moe: moe,
+) -> Model:
     """form "k3" (MXFP4 experts) or "linear" (bf16 experts); trunk "rows" or "tiles"."""
     config = tiny_k3() if form == "k3" else tiny_linear()
     if form == "k3":
@@ -62,7 +68,7 @@ def make_model(form: str, trunk: str = "rows", seed: int = 0) -> Model:
     for layer in parameters.layers:
         mlp = layer.mlp
         if isinstance(mlp, MoeParameters):
-            mlp = _decided(mlp, generator)
+            mlp = change_moe(_decided(mlp, generator))
             mlp = _quantised(mlp, generator) if form == "k3" else mlp
         layers.append(replace(layer, mlp=mlp))
     parameters = replace(parameters, layers=tuple(layers))
@@ -220,19 +226,21 @@ class Session:
     cache_dtype: str = "bf16"
     num_slots: int = 4
     num_pages: int = 48
+    device: str = "cpu"
     caches: Caches = field(init=False)
     plan: DecodePlan = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.model.config
         engine = EngineConfig(
+            device=self.device,
             cache_dtype=self.cache_dtype,
             cache_scale=FP8_SCALE if self.cache_dtype == "fp8" else None,
             page_tokens=PAGE_TOKENS,
         )
         self.caches = Caches.allocate(
             config,
-            "cpu",
+            self.device,
             self.num_slots,
             self.num_pages,
             PAGE_TOKENS,

@@ -119,7 +119,7 @@ def _check_step(loaded: Loaded, engine: EngineConfig, contexts: list[int]) -> No
     _copy(caches, oracle_caches)
     before = loaded.caches(engine.cache_dtype)
     _copy(caches, before)
-    deployment = deployment_of(loaded.packed, engine)
+    deployment = deployment_of(loaded.packed.config, engine)
     plan = latency_specialized.build(deployment, loaded.packed, caches, len(contexts))
     _poison_steps(plan)
     oracle = all_reference.build(
@@ -184,7 +184,7 @@ def test_one_row_and_eight_rows_agree_bit_for_bit(loaded: Loaded) -> None:
     together, alone = loaded.caches("bf16"), loaded.caches("bf16")
     _fill(together, requests, seed=1)
     _copy(together, alone)
-    deployment = deployment_of(loaded.packed, loaded.engine())
+    deployment = deployment_of(loaded.packed.config, loaded.engine())
     plan = latency_specialized.build(deployment, loaded.packed, together, 8)
     load_inputs(plan, StepBatch(requests))
     plan.run()
@@ -206,7 +206,7 @@ def test_two_runs_of_one_plan_with_other_requests(loaded: Loaded) -> None:
     _fill(caches, requests, seed=2)
     _copy(caches, oracle_caches)
     plan = latency_specialized.build(
-        deployment_of(loaded.packed, loaded.engine()), loaded.packed, caches, 2
+        deployment_of(loaded.packed.config, loaded.engine()), loaded.packed, caches, 2
     )
     oracle = all_reference.build(
         loaded.parameters, loaded.packed.config, oracle_caches, page_tokens=PAGE_TOKENS
@@ -278,7 +278,9 @@ def _end_of_layer(plan: DecodePlan, layer: int) -> int:
 def test_refusal_has_every_reason(loaded: Loaded) -> None:
     config = loaded.packed.config
     odd = replace(config, kda=replace(config.kda, head_dim=24))
-    deployment = replace(deployment_of(loaded.packed, loaded.engine()), config=odd, device="cuda")
+    deployment = replace(
+        deployment_of(loaded.packed.config, loaded.engine()), config=odd, device="cuda"
+    )
     reasons = latency_specialized.refuse(deployment)
     assert any("cuda" in reason for reason in reasons)
     assert any("24" in reason for reason in reasons)

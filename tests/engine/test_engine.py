@@ -11,6 +11,7 @@ import torch
 import kdecode
 from kdecode.cache.budget import page_bytes, slot_bytes
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.engine.engine import LLM, Token
 from kdecode.engine.request import RequestError, SamplingParams
 
@@ -229,6 +230,20 @@ def test_engine_settings_are_checked(mini_checkpoint: Path) -> None:
         _build(mini_checkpoint, "fast")
     with pytest.raises(TypeError, match="not both"):
         LLM(mini_checkpoint, EngineConfig(), seed=1)
+
+
+def test_a_device_that_cannot_serve_is_refused_before_packing(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kdecode.engine import worker
+
+    monkeypatch.setattr(worker, "pack_model", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device is 'cuda', but torch .* finds no CUDA device"):
+        LLM(mini_checkpoint, device="cuda")
+    with pytest.raises(BackendRefusedError, match="cpu; the device is cuda") as raised:
+        LLM(mini_checkpoint, device="cuda", decode_backend="latency_specialized")
+    assert "Set decode_backend to auto" in str(raised.value)
 
 
 def test_the_package_names_its_public_api() -> None:

@@ -219,7 +219,10 @@ def test_the_format_may_stand_in_the_group() -> None:
     ("settings", "message"),
     [
         ({"decode_backend": "fast"}, "decode_backend is 'fast'; .* auto, latency_specialized"),
-        ({"device": "cuda"}, "device is 'cuda'"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be cpu, cuda or cuda:N"),
+        ({"device": "cuda:-1"}, "device is 'cuda:-1'"),
+        ({"device": "cuda:01"}, "device is 'cuda:01'"),
+        ({"device": None}, "device is None"),
         ({"isa": "sse2"}, "isa is 'sse2'"),
         ({"cache_dtype": "fp16"}, "cache_dtype is 'fp16'"),
         ({"num_threads": 0}, "num_threads is 0"),
@@ -234,6 +237,11 @@ def test_the_format_may_stand_in_the_group() -> None:
 def test_engine_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:11"])
+def test_devices_that_are_accepted_by_name(device: str) -> None:
+    assert EngineConfig(device=device).device == device
 
 
 def test_the_scale_of_an_fp8_cache_is_never_guessed() -> None:
