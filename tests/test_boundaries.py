@@ -25,6 +25,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "model.tokenizer": (),
     "cache": ("config", "cache"),
     "prefill": ("config", "model", "kernels.table", "kernels.contract", "cache", "prefill"),
+    "speculative": ("config", "speculative", "decode", "prefill", "cache", "model"),
     "bench": ("bench", "config", "engine", "model.tokenizer"),
     "engine": ("config", "engine", "decode", "prefill", "cache", "model", "testing"),
 }
@@ -32,8 +33,8 @@ RULES: dict[str, tuple[str, ...]] = {
 EXCEPTIONS: dict[str, tuple[str, ...]] = {"bench.kernel": ("kernels.common",)}
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "kernels": ("decode", "engine", "prefill", "bench", "model", "cache"),
-    "decode": ("engine", "bench", "cli"),
-    "model": ("decode", "engine", "bench", "cache", "prefill", "cli"),
+    "decode": ("engine", "bench", "cli", "speculative"),
+    "model": ("decode", "engine", "bench", "cache", "prefill", "cli", "speculative"),
 }
 
 

@@ -1,0 +1,87 @@
+"""What a drafter hands to verification, and what verification hands back.
+
+A *round* is one proposal and its verdict. Its anchor is the newest token of the request, sampled
+but not yet run through the target; the drafts follow it. A round of N drafts runs N + 1 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The drafts of one request for one round; none is a proposal too.
+
+    anchor_position: position of the anchor; draft j (from 0) is meant for anchor_position + 1 + j.
+    probabilities: [N, vocab], row j the distribution that draft j was drawn from; None where the
+    drafts are to be taken as given, as first choices are.
+    confidence: what the draft expects of each of its drafts, that it holds if all before it do.
+    """
+
+    anchor_position: int
+    drafts: tuple[int, ...]
+    probabilities: Tensor | None = None
+    confidence: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.anchor_position < 0:
+            raise ValueError(f"The anchor's position is {self.anchor_position}, below 0.")
+        if any(token < 0 for token in self.drafts):
+            raise ValueError(f"The drafts are {self.drafts}; a token is never negative.")
+        rows = self.num_drafts if self.probabilities is None else self.probabilities.shape[0]
+        if rows != self.num_drafts:
+            raise ValueError(f"There are {self.num_drafts} drafts and {rows} distributions.")
+        if self.confidence is not None and len(self.confidence) != self.num_drafts:
+            raise ValueError(
+                f"There are {self.num_drafts} drafts and {len(self.confidence)} confidences."
+            )
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.drafts)
+
+    def shortened(self, count: int) -> Proposal:
+        """The first ``count`` drafts. To choose it, only look at what came before those cut off."""
+        if not 0 <= count <= self.num_drafts:
+            raise ValueError(f"{count} of {self.num_drafts} drafts cannot be kept.")
+        return replace(
+            self,
+            drafts=self.drafts[:count],
+            probabilities=None if self.probabilities is None else self.probabilities[:count],
+            confidence=None if self.confidence is None else self.confidence[:count],
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a round: the first ``accepted`` drafts and the target's own next token."""
+
+    accepted: int
+    token: int
+    num_drafts: int
+    # Accepted at a stated rate, not by the target: the text is no answer of the model.
+    is_synthetic: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.accepted <= self.num_drafts:
+            raise ValueError(f"{self.accepted} of {self.num_drafts} drafts cannot be accepted.")
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows of the step whose effect on every cache stays: the anchor's and the accepted ones'.
+
+        One number for all layers and for the draft's cache; the new token is the next anchor.
+        """
+        return self.accepted + 1
+
+    def tokens(self, proposal: Proposal) -> tuple[int, ...]:
+        """The new tokens of the request, one at least."""
+        if proposal.num_drafts != self.num_drafts:
+            raise ValueError(
+                f"The verdict is about {self.num_drafts} drafts; the proposal has "
+                f"{proposal.num_drafts}."
+            )
+        return (*proposal.drafts[: self.accepted], self.token)
