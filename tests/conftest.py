@@ -12,6 +12,14 @@ from kdecode.model.synthesis import make_checkpoint
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-plans",
+        action="store_true",
+        help="write the snapshots in tests/plans instead of comparing with them",
+    )
+
+
 @pytest.fixture(scope="session")
 def mini_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A K3 checkpoint with every mechanism of the release, of a few MB. Read only."""

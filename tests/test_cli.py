@@ -102,6 +102,19 @@ def test_bench_prints_a_floor_and_shares_of_it(
         assert "KDA + MoE" in out
 
 
+def test_plan_of_a_configuration_needs_no_weights(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_bytes((mini_checkpoint / "config.json").read_bytes())
+    args = ("--decode-backend", "latency_specialized", "--isa", "portable", "--rows", 2, *ENGINE)
+    code, out, _ = _run(capsys, "plan", "--config", config, *args)
+    assert (code, out) == _run(capsys, "plan", mini_checkpoint, *args)[:2]
+    code, out, _ = _run(capsys, "plan", "--config", config, *args, "--device", "cuda")
+    assert code == 1
+    assert "The native kernels run on the cpu; the device is cuda." in out
+
+
 @pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
 def test_check_passes_on_both_backends(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, checkpoint: str
@@ -197,6 +210,8 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
         (["generate", "EMPTY", "--prompt", "x"], "config.json"),
         (["generate", "MODEL", "--prompt", "x", "--device", "tpu"], "device is 'tpu'"),
         (["generate", "MODEL", "--prompt", "x", "--device", "cuda:99"], "device is 'cuda:99'"),
+        (["plan", "MODEL", "--config", "MODEL"], "Give a MODEL or --config, not both"),
+        (["plan", "--config", "/no/such"], "/no/such does not exist"),
         (["plan", "MODEL", "--decode-backend", "fast"], "invalid choice: 'fast'"),
         (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
         (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),

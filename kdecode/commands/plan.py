@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdecode.commands.common import (
+    InputError,
     add_engine_arguments,
     add_model_argument,
     context_tokens,
@@ -18,18 +20,22 @@ from kdecode.commands.common import (
 )
 
 if TYPE_CHECKING:
+    from kdecode.config import EngineConfig
     from kdecode.decode.plan import DecodePlan, Step
 
 HELP = "print the plan of a decode step"
 DESCRIPTION = (
-    "Weight bytes are those of one row; more rows read more experts. Where the backend cannot run, "
-    "every reason is printed and the exit code is 1."
+    "Weight bytes are those of one row; more rows read more experts. With --config no weights are "
+    "needed. Where the backend cannot run, every reason is printed and the exit code is 1."
 )
 EXIT_REFUSED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
+    parser.add_argument(
+        "--config", metavar="PATH", help="a config.json instead of a model: the plan it would have"
+    )
     parser.add_argument("--rows", type=positive, default=1, help="requests of the step")
     parser.add_argument(
         "--context-tokens", type=positive, default=1024, help="tokens in each request's cache"
@@ -44,29 +50,45 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(
         args, max_context_tokens=context_tokens(args.context_tokens), max_requests=1
     )
+    if args.config is not None and args.model is not None:
+        raise InputError("Give a MODEL or --config, not both: the model has a configuration.")
     try:
-        llm = open_model(model_directory(args), config)
+        plan, packed_bytes = _described(args, config) if args.config else _built(args, config)
     except BackendRefusedError as error:
         if args.json:
             write_json({"backend": config.decode_backend, "refusals": str(error)}, "-")
         else:
             print(error)
         return EXIT_REFUSED
-    plan = llm.decode_plan(args.rows)
     document = _document(plan, args.rows, args.context_tokens, config.cache_dtype)
-    document["requested_backend"] = config.decode_backend
+    document |= {"requested_backend": config.decode_backend, "packed_bytes": packed_bytes}
     if args.json:
         write_json(document, "-")
         return 0
     print(plan.explain())
     if plan.backend != config.decode_backend:
         print(f"{config.decode_backend} has no plan for {args.rows} rows; this is what runs.")
+    print(f"all packed weights take {mebibytes(packed_bytes)}")
     print(
         f"a step of 1 row reads {mebibytes(document['weight_bytes'])} of weights; each row moves "
         f"{mebibytes(document['state_bytes_per_row'])} of state and cache at "
         f"{args.context_tokens:,} tokens of context"
     )
     return 0
+
+
+def _built(args: argparse.Namespace, config: EngineConfig) -> tuple[DecodePlan, int]:
+    """The plan of an engine, and the memory of its weights."""
+    llm = open_model(model_directory(args), config)
+    return llm.decode_plan(args.rows), llm.stats()["packed_bytes"]
+
+
+def _described(args: argparse.Namespace, config: EngineConfig) -> tuple[DecodePlan, int]:
+    """The same from a configuration alone."""
+    from kdecode.config import ModelConfig
+    from kdecode.engine.describe import describe_plan
+
+    return describe_plan(ModelConfig.from_checkpoint(Path(args.config)), config, args.rows)
 
 
 def _document(plan: DecodePlan, rows: int, context: int, cache_dtype: str) -> dict[str, Any]:

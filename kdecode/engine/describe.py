@@ -1,0 +1,48 @@
+"""The plan of a decode step from a configuration alone: no checkpoint, no memory, no device.
+
+Owns what `Worker` and `StepRunner` decide from settings, for models whose weights are not at hand.
+What it returns prints and validates like the plan of an engine, and cannot run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kdecode.cache.caches import Caches
+from kdecode.config import EngineConfig, ModelConfig
+from kdecode.decode import latency_specialized
+from kdecode.decode.auto import build_auto_plan
+from kdecode.decode.latency_specialized import ROW_BUCKETS
+from kdecode.decode.plan import DecodePlan, cannot_run
+from kdecode.decode.runner import deployment_of
+from kdecode.engine.worker import check_backend, check_context, trunk_format
+from kdecode.model.outline import outline_bytes, outline_model
+
+_PACKING_NOTE = (
+    "bf16 weights are counted at 16 bits; how far they pack without loss depends on their values"
+)
+
+
+def describe_plan(config: ModelConfig, engine: EngineConfig, rows: int) -> tuple[DecodePlan, int]:
+    """The plan that would serve a decode step of so many rows, and all packed weights in bytes.
+
+    Raises ConfigError and BackendRefusedError as an engine does.
+    """
+    check_context(config, engine)
+    check_backend(config, engine)
+    trunk = trunk_format(engine)
+    packed = outline_model(config, "rows" if trunk == "rows" else "tiles")
+    size = outline_bytes(packed)
+    notes = () if trunk in ("rows", "tiles") else (_PACKING_NOTE,)
+    if engine.decode_backend == "latency_specialized" and rows in ROW_BUCKETS:
+        plan = latency_specialized.describe(deployment_of(config, engine), packed, rows)
+        return replace(plan, notes=notes), size
+    # Scales matter to a run only; the released checkpoints have none.
+    scales = dict.fromkeys(range(config.num_layers), 1.0)
+    caches = Caches.allocate(
+        config, "meta", 1, 1, engine.page_tokens, cache_dtype=engine.cache_dtype, scales=scales
+    )
+    # The standard forward is the same on every device, and this one need not exist.
+    plan = build_auto_plan(packed, caches, replace(engine, device="cpu"))
+    steps = tuple(replace(step, run=cannot_run) for step in plan.steps)
+    return replace(plan, steps=steps, notes=notes), size

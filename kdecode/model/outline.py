@@ -1,0 +1,148 @@
+"""A packed model without data: what a configuration would be packed into, on torch's meta device.
+
+Owns the shapes only; `layout.py` owns the layout, and a test holds the two together. For plans and
+sizes of models whose weights are not at hand: nothing is allocated, whatever the size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdecode.config import MXFP4_GROUP, ModelConfig
+from kdecode.kernels.common.matrix import GROUP_BYTES, TILE_ROWS, Matrix, num_tiles
+from kdecode.model.layout import (
+    PackedKda,
+    PackedLayer,
+    PackedMla,
+    PackedMlp,
+    PackedModel,
+    PackedMoe,
+    TrunkFormat,
+)
+
+
+def outline_model(config: ModelConfig, trunk_format: TrunkFormat) -> PackedModel:
+    """`layout.pack_model` of any checkpoint of this configuration, but for the data.
+
+    The experts of a layer are one object, repeated. A checkpoint's own cache scales are not known.
+    """
+    outline = _Outline(config, trunk_format)
+    width = config.hidden_size
+    return PackedModel(
+        config=config,
+        embed=_empty((config.vocab_size, width), torch.bfloat16),
+        layers=tuple(outline.layer(number) for number in range(config.num_layers)),
+        final_mix=outline.mix(),
+        norm=_vector(width),
+        head=outline.matrix(config.vocab_size, width),
+    )
+
+
+def outline_bytes(value: Any) -> int:
+    """Memory that an outline, or a part of one, would take with its data."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, tuple):
+        return sum(outline_bytes(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, ModelConfig):
+        return sum(outline_bytes(getattr(value, field.name)) for field in fields(value))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Outline:
+    config: ModelConfig
+    trunk_format: TrunkFormat
+
+    def layer(self, number: int) -> PackedLayer:
+        config, width = self.config, self.config.hidden_size
+        is_kda = config.layer_kinds[number] == "kda"
+        is_dense = config.mlp_kinds[number] == "dense"
+        return PackedLayer(
+            input_norm=_vector(width),
+            post_norm=_vector(width),
+            attn_mix=self.mix(),
+            mlp_mix=self.mix(),
+            attention=self._kda() if is_kda else self._mla(),
+            mlp=self._gated(config.dense_width, width) if is_dense else self._moe(),
+        )
+
+    def mix(self) -> Tensor | None:
+        return None if self.config.attn_res_block is None else _vector(self.config.hidden_size)
+
+    def matrix(self, rows: int, cols: int) -> Matrix:
+        if self.trunk_format == "rows":
+            return Matrix("rows", rows, cols, _empty((rows, cols), torch.bfloat16))
+        shape = (num_tiles(rows), cols // 2, TILE_ROWS, 2)
+        return Matrix("tiles", rows, cols, _empty(shape, torch.bfloat16))
+
+    def _kda(self) -> PackedKda:
+        kda, width = self.config.kda, self.config.hidden_size
+        # The ranks of f_a and of a low-rank output gate are the head width.
+        inner, rank = kda.width, kda.head_dim
+        gate = inner if kda.is_gate_full_rank else rank
+        return PackedKda(
+            in_proj=self.matrix(3 * inner + gate + rank + kda.num_heads, width),
+            f_b=self.matrix(inner, rank),
+            g_b=None if kda.is_gate_full_rank else self.matrix(inner, rank),
+            conv=_empty((kda.conv_width, 3 * inner), torch.float32),
+            decay_scale=_vector(kda.num_heads),
+            dt_bias=_vector(inner),
+            o_norm=_vector(kda.head_dim),
+            o_proj=self.matrix(width, inner),
+        )
+
+    def _mla(self) -> PackedMla:
+        mla, width = self.config.mla, self.config.hidden_size
+        queries, values = mla.num_heads * mla.qk_dim, mla.num_heads * mla.v_dim
+        columns = mla.cache_width + (values if mla.has_output_gate else 0)
+        return PackedMla(
+            in_proj=self.matrix((mla.q_rank or queries) + columns, width),
+            q_norm=None if mla.q_rank is None else _vector(mla.q_rank),
+            q_b=None if mla.q_rank is None else self.matrix(queries, mla.q_rank),
+            kv_norm=_vector(mla.kv_rank),
+            w_uk=self.matrix(mla.num_heads * mla.kv_rank, mla.nope_dim),
+            w_uv=self.matrix(values, mla.kv_rank),
+            o_proj=self.matrix(width, values),
+            cache_scale=None,
+        )
+
+    def _gated(self, inner: int, side: int) -> PackedMlp:
+        return PackedMlp(self.matrix(2 * inner, side), self.matrix(side, inner))
+
+    def _moe(self) -> PackedMoe:
+        moe, width = self.config.moe, self.config.hidden_size
+        latent = moe.latent_width
+        return PackedMoe(
+            router=self.matrix(moe.num_experts, width),
+            router_bias=_vector(moe.num_experts),
+            latent_down=None if latent is None else self.matrix(latent, width),
+            latent_norm=None if latent is None or not moe.has_latent_norm else _vector(latent),
+            latent_up=None if latent is None else self.matrix(width, latent),
+            shared=self._gated(moe.shared_width, width) if moe.num_shared else None,
+            experts=(self._expert(latent or width),) * moe.num_experts,
+        )
+
+    def _expert(self, side: int) -> PackedMlp:
+        moe = self.config.moe
+        if moe.expert_format == "bf16":
+            return self._gated(moe.expert_width, side)
+        return PackedMlp(_mxfp4(2 * moe.expert_width, side), _mxfp4(side, moe.expert_width))
+
+
+def _mxfp4(rows: int, cols: int) -> Matrix:
+    shape = (num_tiles(rows), cols // MXFP4_GROUP)
+    data = _empty((*shape, GROUP_BYTES), torch.uint8)
+    return Matrix("mxfp4_tiles", rows, cols, data, _empty((*shape, TILE_ROWS), torch.uint8))
+
+
+def _vector(size: int) -> Tensor:
+    return _empty((size,), torch.float32)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,99 @@
+"""Snapshots of what runs: a change of a plan is a change of a file in `tests/plans`.
+
+Described from configurations, so that the released models are among them. The instruction set is
+set, because it is part of the text. ``pytest tests/decode/test_plans.py --update-plans`` writes the
+files again.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import pytest
+from released import kimi_k3, kimi_linear
+
+from kdecode.config import ConfigError, DecodeBackend, EngineConfig, ModelConfig
+from kdecode.decode.latency_specialized import BackendRefusedError
+from kdecode.decode.plan import PlanError
+from kdecode.engine.describe import describe_plan
+from kdecode.engine.engine import LLM
+from kdecode.model.presets import PRESETS, released_config
+
+PLANS = Path(__file__).parents[1] / "plans"
+CONFIGS = {
+    "mini": released_config(PRESETS["mini"]),
+    "kimi-linear-mini": released_config(PRESETS["kimi-linear-mini"]),
+    "kimi-k3": kimi_k3(),
+    "kimi-linear-48b": kimi_linear(),
+}
+CASES: dict[str, tuple[DecodeBackend, int]] = {
+    "auto": ("auto", 1),
+    "latency_specialized.1": ("latency_specialized", 1),
+    "latency_specialized.8": ("latency_specialized", 8),
+}
+UPDATE = "pytest tests/decode/test_plans.py --update-plans"
+
+
+def _engine(backend: DecodeBackend, **changes: object) -> EngineConfig:
+    settings = {"isa": "portable", "num_threads": 1, "max_context_tokens": 1024, **changes}
+    return EngineConfig(decode_backend=backend, **settings)
+
+
+def _described(model: str, case: str) -> str:
+    backend, rows = CASES[case]
+    config = ModelConfig.from_checkpoint(CONFIGS[model])
+    return describe_plan(config, _engine(backend), rows)[0].explain()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_plan_is_the_committed_one(request: pytest.FixtureRequest, model: str, case: str) -> None:
+    text, path = _described(model, case), PLANS / f"{model}.{case}.txt"
+    if request.config.getoption("--update-plans"):
+        path.write_text(text, encoding="utf-8")
+    committed = path.read_text(encoding="utf-8")
+    lines = difflib.unified_diff(committed.splitlines(), text.splitlines(), "committed", "now")
+    assert text == committed, "\n".join([*lines, f"If it is meant: {UPDATE}"])
+
+
+def test_every_snapshot_belongs_to_a_case() -> None:
+    expected = {f"{model}.{case}.txt" for model in CONFIGS for case in CASES}
+    assert {path.name for path in PLANS.iterdir()} == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", ["mini", "kimi-linear-mini"])
+def test_an_engine_runs_the_plan_that_was_described(
+    request: pytest.FixtureRequest, model: str, case: str
+) -> None:
+    fixture = "mini_checkpoint" if model == "mini" else "mini_linear_checkpoint"
+    backend, rows = CASES[case]
+    llm = LLM(request.getfixturevalue(fixture), _engine(backend))
+    assert llm.decode_plan(rows).explain() == _described(model, case)
+
+
+def test_rows_that_no_specialised_plan_serves_get_the_standard_forward() -> None:
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    plan, _ = describe_plan(config, _engine("latency_specialized"), 9)
+    assert (plan.backend, plan.rows) == ("auto", None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_described_plan_says_that_it_cannot_run(case: str) -> None:
+    backend, rows = CASES[case]
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    plan, _ = describe_plan(config, _engine(backend), rows)
+    for launch in (plan.run, lambda: plan.run_until(0)):
+        with pytest.raises(PlanError, match="has no weights and cannot run"):
+            launch()
+
+
+def test_a_description_is_refused_as_an_engine_is() -> None:
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    with pytest.raises(BackendRefusedError, match="the device is cuda"):
+        describe_plan(config, _engine("latency_specialized", device="cuda"), 1)
+    with pytest.raises(ConfigError, match="max_context_tokens is 2,000,000"):
+        describe_plan(config, _engine("auto", max_context_tokens=2_000_000), 1)
+    plan, _ = describe_plan(config, _engine("auto", device="cuda", cache_dtype="fp8"), 1)
+    assert plan.explain() == _described("mini", "auto")

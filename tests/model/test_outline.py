@@ -1,0 +1,47 @@
+"""An outline has the formats, shapes and dtypes that packing a checkpoint gives."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from released import kimi_k3
+from torch import Tensor
+
+from kdecode.config import ModelConfig
+from kdecode.engine.worker import packed_bytes
+from kdecode.model.layout import TrunkFormat, pack_model
+from kdecode.model.outline import outline_bytes, outline_model
+from kdecode.model.weights import CheckpointReader
+
+
+def _shapes(value: Any) -> Any:
+    """The same structure, with a shape and a dtype for each tensor."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, tuple):
+        return tuple(_shapes(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, ModelConfig):
+        return {field.name: _shapes(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+@pytest.mark.parametrize("trunk_format", ["rows", "tiles"])
+@pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
+def test_outline_of_a_checkpoint(
+    request: pytest.FixtureRequest, checkpoint: str, trunk_format: TrunkFormat
+) -> None:
+    directory: Path = request.getfixturevalue(checkpoint)
+    packed = pack_model(CheckpointReader(directory), trunk_format)
+    outline = outline_model(packed.config, trunk_format)
+    assert _shapes(outline) == _shapes(packed)
+    assert outline_bytes(outline) == packed_bytes(packed)
+
+
+def test_outline_of_the_release_allocates_nothing() -> None:
+    outline = outline_model(ModelConfig.from_checkpoint(kimi_k3()), "tiles")
+    assert outline.embed.device.type == "meta"
+    # The checkpoint's language model has 1,560.0e9 bytes; packing pads and widens vectors only.
+    assert 1.559e12 < outline_bytes(outline) < 1.561e12
