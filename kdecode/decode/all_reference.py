@@ -1,7 +1,7 @@
 """The `all_reference` backend, for developers: one step a stage, each the reference's own function.
 
-The oracle of `DecodePlan.diff`: it runs any step, in plain torch, on the same kind of caches as the
-other backends, and writes every buffer. Rounding points are those of the `Rounding` it is built
+The oracle of `verify.check_steps`: it runs any step, in plain torch, on the same kind of caches as
+the other backends, and writes every buffer. Rounding points are those of the `Rounding` it is built
 with. Owns nothing but the walk from stages to reference functions and the loop over requests in the
 stages that have state.
 """

@@ -18,6 +18,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.buffers import value_buffers
 from kdecode.decode.plan import Buffer, DecodePlan, Step
+from kdecode.decode.step_check import StepLimits
 from kdecode.decode.step_tensors import derive
 from kdecode.decode.traffic import stage_weight_bytes
 from kdecode.kernels import table
@@ -38,6 +39,7 @@ def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -
     specs = _buffer_specs(config)
     buffers = Buffers()
     buffers.caches = caches
+    buffers.limits = StepLimits.of(config, caches, engine.max_context_tokens)
     buffers.products = Scratch(engine.device)
     builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs))
     steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
@@ -71,7 +73,7 @@ def load_step(plan: DecodePlan, batch: StepBatch) -> None:
     """Derives the batch's metadata; nothing of the last step's stays. Raises StepError."""
     buffers = plan.buffers
     buffers.batch = batch
-    buffers.step = derive(batch, plan.config, buffers.caches, buffers.products.device)
+    buffers.step = derive(batch, buffers.limits, buffers.products.device)
 
 
 def _buffer_specs(config: ModelConfig) -> tuple[Buffer, ...]:

@@ -1,6 +1,6 @@
 """The decode plan: which steps run, what each covers, and in which buffers.
 
-Owns the plan as data: validation, printing, stepwise running and comparison with an oracle plan.
+Owns the plan as data: validation, printing and stepwise running (`verify` compares two plans).
 Does not know any backend or op; a backend is straight-line Python that builds one of these. There
 are no passes and no rewriting: what the backend wrote is what runs.
 """
@@ -16,18 +16,12 @@ import torch
 from kdecode.config import ModelConfig
 from kdecode.kernels.contract import Buffers, Tolerance
 from kdecode.model.stages import model_stages
-from kdecode.testing.compare import assert_close, bit_equal
 
 Lifetime = Literal["input", "step"]
 
 
 class PlanError(ValueError):
     """A plan that does not cover the model exactly once, or reads what nobody wrote."""
-
-
-def cannot_run() -> None:
-    """What a step of a plan without weights does."""
-    raise PlanError("This plan describes a configuration; it has no weights and cannot run.")
 
 
 @dataclass(frozen=True)
@@ -64,17 +58,6 @@ class Step:
         if len(self.layers) == 1:
             return tuple((self.layers[0], stage) for stage in self.covers)
         return tuple(zip(self.layers, self.covers, strict=True))
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A buffer that differs from the oracle's after a step, by more than the step's tolerance."""
-
-    step: int
-    op: str
-    layer: int | None
-    buffer: str
-    message: str
 
 
 @dataclass(frozen=True)
@@ -138,41 +121,6 @@ class DecodePlan:
         for entry in self.steps[: step + 1]:
             entry.run()
 
-    def diff(self, oracle: DecodePlan, *, stop_at_first: bool = False) -> list[Mismatch]:
-        """Runs both plans side by side and compares every common buffer after each of our steps.
-
-        Both plans must have been given the same step, on caches with the same contents but not the
-        same memory. The oracle has to cover the stages in steps no coarser than ours. After each of
-        our steps the oracle goes on from our values, so that a difference is the step's own.
-        """
-        mismatches: list[Mismatch] = []
-        oracle_stages = 0
-        our_stages = 0
-        pending = list(oracle.steps)
-        for index, step in enumerate(self.steps):
-            step.run()
-            our_stages += len(step.stages)
-            while oracle_stages < our_stages:
-                other = pending.pop(0)
-                other.run()
-                oracle_stages += len(other.stages)
-            if oracle_stages != our_stages:
-                raise PlanError(
-                    f"the oracle's step {other.op} ends {oracle_stages - our_stages} stages after "
-                    f"step {index} ({step.op})"
-                )
-            for name in step.writes:
-                gold = oracle.buffers.get(name)
-                if gold is None:
-                    continue
-                message = _difference(self.buffers[name], gold, step.tolerance, name)
-                if message is not None:
-                    mismatches.append(Mismatch(index, step.op, step.layers[0], name, message))
-                    if stop_at_first:
-                        return mismatches
-                gold.copy_(_common(self.buffers[name], gold, name))
-        return mismatches
-
     def explain(self) -> str:
         """One line a step: layer, op, implementation, weight bytes of one row, stages covered."""
         rows = [("step", "layer", "op", "impl", "weight bytes", "covers")]
@@ -180,33 +128,12 @@ class DecodePlan:
             layer = "-" if step.layers[0] is None else str(step.layers[0])
             size = "-" if step.weight_bytes is None else f"{step.weight_bytes:,}"
             rows.append((str(index), layer, step.op, step.impl, size, " ".join(step.covers)))
-        row_text = "any number of rows"
-        if self.rows is not None:
-            row_text = f"{self.rows} row{'' if self.rows == 1 else 's'}"
+        row_text = "any number of rows" if self.rows is None else f"{self.rows} rows"
         title = f"backend {self.backend}, {row_text}, {self.rows_per_request} a request"
         total = f"{len(self.steps)} steps"
         if self.launch_all is not None:
             total += " in one native call"
         return "\n".join([title, *_table(rows), total, *self.notes]) + "\n"
-
-
-def _difference(
-    actual: torch.Tensor, gold: torch.Tensor, tolerance: Tolerance, name: str
-) -> str | None:
-    """What is wrong with a buffer; None if it is within the bounds. Integers have to be equal."""
-    try:
-        if gold.is_floating_point():
-            assert_close(_common(actual, gold, name), gold, tolerance, name)
-        else:
-            bit_equal(actual, gold, name)
-    except AssertionError as error:
-        return str(error)
-    return None
-
-
-def _common(actual: torch.Tensor, gold: torch.Tensor, name: str) -> torch.Tensor:
-    """The snapshots that have been taken so far, which is all that the oracle keeps."""
-    return actual[: gold.shape[0]] if name == "snapshots" else actual
 
 
 def _stage_name(stage: tuple[int | None, str]) -> str:

@@ -19,6 +19,7 @@ from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode import auto, latency_specialized
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
+from kdecode.decode.step_check import StepError, check_step
 from kdecode.kernels.common import native
 from kdecode.model.layout import PackedModel
 
@@ -140,20 +141,22 @@ def deployment_of(config: ModelConfig, engine: EngineConfig) -> Deployment:
 def load_inputs(plan: DecodePlan, batch: StepBatch) -> None:
     """Writes a step's metadata into a static plan's input buffers; nothing of the last step stays.
 
-    Raises ValueError for a token outside the vocabulary or a request longer than its pages.
+    Raises StepError, with nothing written, for a batch that names what does not exist or does not
+    have one token in each of the plan's rows.
     """
-    buffers, vocab = plan.buffers, plan.config.vocab_size
-    tokens, slots, positions = [], [], []
-    pages = buffers["row_pages"]
-    pages.fill_(-1)
-    for row, request in enumerate(batch.requests):
-        token = request.token_ids[0]
-        if not 0 <= token < vocab:
-            raise ValueError(f"token id {token} is outside the vocabulary of {vocab}")
-        tokens.append(token)
-        slots.append(request.slot)
-        positions.append(request.start)
-        pages[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-    buffers["row_token"].copy_(torch.tensor(tokens, dtype=torch.int32))
-    buffers["row_slot"].copy_(torch.tensor(slots, dtype=torch.int32))
-    buffers["row_position"].copy_(torch.tensor(positions, dtype=torch.int32))
+    buffers, requests = plan.buffers, batch.requests
+    check_step(batch, buffers.limits)
+    if not len(requests) == batch.num_rows == plan.rows:
+        raise StepError(
+            f"The step has {batch.num_rows} rows of {len(requests)} requests; this plan takes "
+            f"{plan.rows} requests of one row."
+        )
+    # numpy, because torch takes several microseconds an assignment.
+    pages, page_tokens = buffers["row_pages"].numpy(), buffers.limits.page_tokens
+    pages.fill(-1)
+    for row, request in enumerate(requests):
+        used = request.pages[: request.start // page_tokens + 1]
+        pages[row, : len(used)] = used
+    buffers["row_token"].numpy()[:] = [request.token_ids[0] for request in requests]
+    buffers["row_slot"].numpy()[:] = [request.slot for request in requests]
+    buffers["row_position"].numpy()[:] = [request.start for request in requests]

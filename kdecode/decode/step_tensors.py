@@ -1,4 +1,4 @@
-"""Derives a step's `StepTensors` from its `StepBatch`, and refuses what no step may contain.
+"""Derives a step's `StepTensors` from its `StepBatch`, once `step_check` has passed it.
 
 Called once a step and never cached: two steps share nothing but the plan.
 """
@@ -10,27 +10,19 @@ from torch import Tensor
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.budget import pages_for
-from kdecode.cache.caches import Caches
-from kdecode.config import ModelConfig
+from kdecode.decode.step_check import StepLimits, check_step
 from kdecode.kernels.common.step import RequestSpan, StepTensors
 
 
-class StepError(ValueError):
-    """A step that names a token, slot or page that does not exist, or one of them twice."""
-
-
-def derive(batch: StepBatch, config: ModelConfig, caches: Caches, device: str) -> StepTensors:
+def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
     """Raises StepError before anything has been written."""
-    if not batch.requests:
-        raise StepError("A step needs at least one request.")
+    check_step(batch, limits)
     tokens = [token for request in batch.requests for token in request.token_ids]
-    _check_tokens(tokens, config.vocab_size)
-    _check_places(batch, config, caches)
     spans, cache_rows, first = [], [], 0
     for request in batch.requests:
-        span = _span(request, first, caches.page_tokens, device)
+        span = _span(request, first, limits.page_tokens, device)
         spans.append(span)
-        cache_rows.append(_cache_rows(span, caches.page_tokens))
+        cache_rows.append(_cache_rows(span, limits.page_tokens))
         first = span.last
     single = tuple(span for span in spans if span.num_rows == 1)
     logits = [
@@ -49,47 +41,6 @@ def derive(batch: StepBatch, config: ModelConfig, caches: Caches, device: str) -
         logits_rows=_index(logits, device),
         num_logits=len(logits),
     )
-
-
-def _check_tokens(tokens: list[int], vocab_size: int) -> None:
-    if min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab_size:
-        return
-    row = next(row for row, token in enumerate(tokens) if not 0 <= token < vocab_size)
-    raise StepError(
-        f"Row {row} has token id {tokens[row]}; ids of the vocabulary are 0 to {vocab_size - 1}."
-    )
-
-
-def _check_places(batch: StepBatch, config: ModelConfig, caches: Caches) -> None:
-    """Every slot and page exists and belongs to one request of the step only."""
-    has_slots, has_pages = bool(caches.conv), bool(caches.pages)
-    slots, pages = set[int](), set[int]()
-    for number, request in enumerate(batch.requests):
-        if not request.token_ids:
-            raise StepError(f"Request {number} of the step has no tokens.")
-        if request.start < 0:
-            raise StepError(f"Request {number} of the step starts at position {request.start}.")
-        if has_slots:
-            _claim(request.slot, caches.num_slots, slots, f"request {number}", "KDA slot")
-        if not has_pages:
-            continue
-        end = request.start + len(request.token_ids)
-        needed = pages_for(end, caches.page_tokens)
-        if len(request.pages) < needed:
-            raise StepError(
-                f"Request {number} has {len(request.pages)} pages of {caches.page_tokens} tokens; "
-                f"{end} tokens need {needed}."
-            )
-        for page in request.pages[:needed]:
-            _claim(page, caches.num_pages, pages, f"request {number}", "MLA page")
-
-
-def _claim(place: int, size: int, claimed: set[int], who: str, noun: str) -> None:
-    if not 0 <= place < size:
-        raise StepError(f"The {noun} {place} of {who} does not exist; there are {size}.")
-    if place in claimed:
-        raise StepError(f"The {noun} {place} of {who} is used twice in one step.")
-    claimed.add(place)
 
 
 def _span(request: StepRequest, first: int, page_tokens: int, device: str) -> RequestSpan:

@@ -2,8 +2,9 @@
 
 Owns the walk: each step is given the oracle's inputs, so that what is measured is that step's own
 error and not the sum of all before it, and is then compared in every buffer and state it writes, by
-the tolerance of its contract. Comparing happens on the host, wherever the plan runs. Does not know
-how plans or caches are built.
+the tolerance of its contract. It is the one comparison of plans: `kdecode check` and the tests use
+it. Comparing happens on the host, wherever the plan runs. Does not know how plans or caches are
+built.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
 from kdecode.config import ModelConfig
-from kdecode.decode.plan import DecodePlan, Step
+from kdecode.decode import auto
+from kdecode.decode.plan import DecodePlan, PlanError, Step
 from kdecode.decode.runner import load_inputs
-from kdecode.decode.step_tensors import derive
 from kdecode.kernels.contract import Tolerance
 from kdecode.model.parameters import ModelParameters, MoeParameters
-from kdecode.testing.compare import Difference, difference
+from kdecode.testing.compare import difference, has_same_special
 
 # Two experts whose biased scores differ by less may change places: a sigmoid's slope is at most a
 # quarter, and a router logit is a product of bf16 inputs with a relative error of 2^-8 each.
@@ -33,7 +34,10 @@ _FP8_STEP = Tolerance(rtol=0.13, atol=2e-3, rms_ratio=0.05)
 
 @dataclass(frozen=True)
 class StepCheck:
-    """One buffer or state after one step. ratio: largest error over its bound; 1 is the limit."""
+    """One buffer or state after one step. ratio: largest error over its bound; 1 is the limit.
+
+    has_same_special: NaN and infinities are in the same places.
+    """
 
     step: int
     op: str
@@ -48,6 +52,14 @@ class StepCheck:
     def is_within(self) -> bool:
         return self.has_same_special and self.ratio <= 1.0 and self.rms_ratio <= self.rms_limit
 
+    def __str__(self) -> str:
+        special = "" if self.has_same_special else "NaN or infinities in other places, "
+        return (
+            f"step {self.step}, {self.op} of layer {self.layer}, {self.buffer}: {special}worst "
+            f"error {self.ratio:.3g} times its bound, RMS-error ratio {self.rms_ratio:.3g} of "
+            f"{self.rms_limit:.3g}"
+        )
+
 
 def copy_caches(source: Caches, target: Caches) -> None:
     """Gives two caches of one size the same contents; who holds what is not copied."""
@@ -57,15 +69,13 @@ def copy_caches(source: Caches, target: Caches) -> None:
 
 
 def load_step(plan: DecodePlan, batch: StepBatch) -> None:
-    """Gives a plan its step without running it."""
+    """Gives a plan its step without running it. Raises StepError."""
     if plan.rows is not None:
         load_inputs(plan, batch)
-        return
-    plan.buffers.batch = batch
-    if plan.backend == "auto":
-        plan.buffers.step = derive(
-            batch, plan.config, plan.buffers.caches, plan.buffers.products.device
-        )
+    elif plan.backend == "auto":
+        auto.load_step(plan, batch)
+    else:
+        plan.buffers.batch = batch
 
 
 def check_steps(
@@ -75,10 +85,11 @@ def check_steps(
     parameters: ModelParameters,
     num_layers: int | None = None,
 ) -> Iterator[StepCheck]:
-    """Runs a decode step on both plans and yields what was compared, step by step.
+    """Runs a step on both plans and yields what was compared, step by step.
 
-    The caches of the two must have equal contents and separate memory. num_layers: stop before this
-    layer. An expert choice that differs at a tie is no error; see `ROUTE_TIE`.
+    The caches of the two must have equal contents and separate memory; the oracle has one step a
+    stage. num_layers: stop before this layer. An expert choice that differs at a tie is no error;
+    see `ROUTE_TIE`.
     """
     load_step(plan, batch)
     load_step(oracle, batch)
@@ -91,8 +102,10 @@ def check_steps(
             _give(plan.buffers, oracle.buffers, name)
         step.run()
         written = set[str]()
-        for _ in step.stages:
+        for stage in step.stages:
             other = pending.pop(0)
+            if other.stages != (stage,):
+                raise PlanError(f"The oracle's step {other.op} is not the one stage {stage}.")
             other.run()
             written.update(other.writes)
         for name in step.writes:
@@ -189,12 +202,13 @@ def _check_state(
 
 
 def _written(caches: Caches, layer: int | None, batch: StepBatch) -> Tensor:
-    """The rows [R, cache_width] that a decode step put into a layer's pages."""
+    """The rows [T, cache_width] that a step put into a layer's pages."""
     assert layer is not None
     rows = []
     for request in batch.requests:
-        page, place = divmod(request.start, caches.page_tokens)
-        rows.append(caches.pages[layer][request.pages[page], place].float())
+        for position in range(request.start, request.start + len(request.token_ids)):
+            page, place = divmod(position, caches.page_tokens)
+            rows.append(caches.pages[layer][request.pages[page], place].float())
     return torch.stack(rows)
 
 
@@ -202,8 +216,12 @@ def _compare(
     index: int, step: Step, name: str, actual: Tensor, gold: Tensor, tolerance: Tolerance
 ) -> StepCheck:
     actual = actual.cpu()
-    found: Difference = difference(actual, gold, tolerance)
-    same = bool((torch.isfinite(actual.float()) == torch.isfinite(gold.float())).all())
+    if actual.shape != gold.shape:
+        raise PlanError(
+            f"{name} after step {index} ({step.op}) is {list(actual.shape)}; the oracle's is "
+            f"{list(gold.shape)}."
+        )
+    found = difference(actual, gold, tolerance)
     return StepCheck(
         index,
         step.op,
@@ -212,7 +230,7 @@ def _compare(
         found.ratio,
         found.rms_ratio,
         tolerance.rms_ratio,
-        same,
+        has_same_special(actual, gold),
     )
 
 

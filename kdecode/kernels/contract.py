@@ -63,12 +63,14 @@ class Buffers(dict[str, torch.Tensor]):
     """Named tensors of one plan. Static plans allocate them once; the standard path replaces them.
 
     ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on;
-    ``pool`` the threads of native steps. The standard path also has ``step``, the step's
-    `common.step.StepTensors`, and ``products``, the `linear.product.Scratch` of its products.
+    ``limits`` the `decode.step_check.StepLimits` of any batch; ``pool`` the threads of native
+    steps. The standard path also has ``step``, the step's `common.step.StepTensors`, and
+    ``products``, the `linear.product.Scratch` of its products.
     """
 
     batch: Any
     caches: Any
+    limits: Any
     pool: Any
     step: Any
     products: Any

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kdecode.kernels.contract import Tolerance
 
+_SPECIAL = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -139,10 +140,15 @@ def state_close(
         assert_close(actual[key], gold[key], tolerances[key.split(".")[0]], f"{name}.{key}")
 
 
+def has_same_special(actual: Tensor, gold: Tensor) -> bool:
+    """Whether NaN and both infinities are in the same places."""
+    a, g = _wide(actual), _wide(gold)
+    return all(torch.equal(test(a), test(g)) for test in _SPECIAL.values())
+
+
 def _assert_same_special(actual: Tensor, gold: Tensor, name: str) -> None:
     a, g = _wide(actual), _wide(gold)
-    kinds = {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}
-    for kind, test in kinds.items():
+    for kind, test in _SPECIAL.items():
         is_different = test(a) != test(g)
         if bool(is_different.any()):
             index = tuple(int(i) for i in is_different.nonzero()[0])

@@ -10,7 +10,8 @@ from auto_cases import PAGE_TOKENS, Session, make_model
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.decode.auto import run_standard
-from kdecode.decode.step_tensors import StepError, derive
+from kdecode.decode.step_check import StepError
+from kdecode.decode.step_tensors import derive
 from kdecode.testing.compare import bit_equal
 
 GOOD = StepRequest((3, 4), start=0, slot=1, pages=(2, 0), is_decode=False)
@@ -24,8 +25,8 @@ def session() -> Session:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token_ids": (3, -1)}, "Row 1 has token id -1; ids of the vocabulary are 0 to 95"),
-        ({"token_ids": (96,)}, "Row 0 has token id 96"),
+        ({"token_ids": (3, -1)}, "Token 1 of request 0 is -1; ids of the vocabulary are 0 to 95"),
+        ({"token_ids": (96,)}, "Token 0 of request 0 is 96"),
         ({"token_ids": ()}, "Request 0 of the step has no tokens"),
         ({"slot": -1}, "KDA slot -1 of request 0 does not exist; there are 3"),
         ({"slot": 3}, "KDA slot 3"),
@@ -42,7 +43,7 @@ def test_a_bad_request_leaves_every_bit(
 ) -> None:
     batch = StepBatch((replace(GOOD, **change),))  # type: ignore[arg-type]
     if message is None:
-        derive(batch, session.model.config, session.caches, "cpu")
+        derive(batch, session.plan.buffers.limits, "cpu")
         return
     before = [pool.clone() for pool in session.pools]
     with pytest.raises(StepError, match=message):
@@ -60,12 +61,12 @@ def test_a_bad_request_leaves_every_bit(
 )
 def test_two_requests_share_nothing(session: Session, other: StepRequest, message: str) -> None:
     with pytest.raises(StepError, match=message):
-        derive(StepBatch((GOOD, other)), session.model.config, session.caches, "cpu")
+        derive(StepBatch((GOOD, other)), session.plan.buffers.limits, "cpu")
 
 
 def test_an_empty_step_is_refused(session: Session) -> None:
     with pytest.raises(StepError, match="at least one request"):
-        derive(StepBatch(()), session.model.config, session.caches, "cpu")
+        derive(StepBatch(()), session.plan.buffers.limits, "cpu")
 
 
 def test_tensors_of_a_mixed_step(session: Session) -> None:
@@ -76,7 +77,7 @@ def test_tensors_of_a_mixed_step(session: Session) -> None:
             StepRequest((9,), 0, 1, (0, 4), False),
         )
     )
-    step = derive(batch, session.model.config, session.caches, "cpu")
+    step = derive(batch, session.plan.buffers.limits, "cpu")
     assert step.num_rows == 5
     assert step.token_ids.tolist() == [5, 6, 7, 8, 9]
     rows = [5 * PAGE_TOKENS, PAGE_TOKENS + 15, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 0]
