@@ -189,6 +189,36 @@ def test_compare_exercises_the_specialized_path(
     assert [summary["coverage"] for summary in document["summaries"]] == [0.0, 1.0]
 
 
+def test_compare_finds_a_wrong_backend(
+    capsys: pytest.CaptureFixture[str],
+    mini_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One layer of the specialised arm decays too fast: no near-tie, and no ratio is printed."""
+    from kdecode.engine import worker
+
+    pack = worker.pack_model
+
+    def packs_wrong(reader: object, trunk_format: str, *args: object) -> object:
+        packed = pack(reader, trunk_format, *args)  # type: ignore[arg-type]
+        if trunk_format != "rows":
+            packed.layers[1].attention.decay_scale.mul_(2)
+        return packed
+
+    monkeypatch.setattr(worker, "pack_model", packs_wrong)
+    path = tmp_path / "comparison.json"
+    code, out, _ = _run(
+        capsys,
+        *("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 32, "--blocks", 2),
+        *("--output-tokens", 16, "--json", path, *ENGINE),
+    )
+    assert code == 4
+    assert "outputs differ" in out
+    prompts = json.loads(path.read_text(encoding="utf-8"))["agreement"]["prompts"]
+    assert sum(prompt["real"] for prompt in prompts) >= 3
+
+
 def test_make_checkpoint_refuses_a_directory_that_has_one(
     capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
 ) -> None:
