@@ -262,10 +262,24 @@ class LLM:
         with PlanProbe(self._worker.packed, plan, caches, rows, context_tokens, threads) as probe:
             return probe.measure(runs)
 
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams, forced_ids: tuple[int, ...] | None = None
+    @property
+    def loop(self) -> StepLoop:
+        """The loop that runs the requests of `add_request`; for a driver that owns this engine."""
+        return self._loop
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        forced_ids: tuple[int, ...] | None = None,
+        start_ns: int | None = None,
     ) -> int:
-        start_ns = time.perf_counter_ns()
+        """Takes a request in for a driver of `loop`, and returns its number in the loop's events.
+
+        start_ns: when its caller handed it over, if that was earlier. Raises RequestError.
+        """
+        start_ns = time.perf_counter_ns() if start_ns is None else start_ns
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode_text(prompt)
         self._check_ids(prompt, "prompt")
@@ -284,6 +298,12 @@ class LLM:
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special=True)
         self._loop.add(request, TextStream(detokenizer, params.stop))
         self._num_requests += 1
+        return number
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, forced_ids: tuple[int, ...] | None = None
+    ) -> int:
+        number = self.add_request(prompt, params, forced_ids=forced_ids)
         self._events[number] = deque()
         return number
 

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kdecode.engine.request import FinishReason, Output, Request
-from kdecode.engine.sampling import BadLogits
+from kdecode.engine.request import FinishReason, Output, Request, TokenLogprobs
+from kdecode.engine.sampling import BadLogits, token_logprobs
 from kdecode.engine.scheduler import ScheduledStep, Scheduler
 from kdecode.engine.text import TextStream
 
@@ -44,7 +44,8 @@ class Event:
     """Progress of one request. token_id None: it ended without a new token (abort, error).
 
     text: what can be shown now; empty while a character or a stop string is undecided. logits
-    [vocab]: what the token was chosen from, for requests that follow a given reply.
+    [vocab]: what the token was chosen from, for requests that follow a given reply. logprobs: of
+    the token, where they were asked for. time_ns: when the token was known, by the loop's clock.
     """
 
     number: int
@@ -52,6 +53,18 @@ class Event:
     text: str
     logits: Tensor | None
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    time_ns: int = 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that ran, for whoever watches the loop. path: as in StepResult."""
+
+    num_tokens: int
+    has_decode: bool
+    path: tuple[str, str]
+    duration_ns: int
 
 
 class StepLoop:
@@ -66,6 +79,8 @@ class StepLoop:
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._untold: list[Event] = []
+        # Told of every step that ran, inside `step`.
+        self.watcher: Callable[[StepRecord], None] | None = None
 
     def add(self, request: Request, text: TextStream) -> None:
         """Takes a request in. Raises RequestError if it could never run."""
@@ -95,6 +110,7 @@ class StepLoop:
             decode_steps=dict(request.decode_steps),
             num_preemptions=request.num_preemptions,
             error=request.error,
+            logprobs=tuple(request.logprobs),
         )
 
     def drop(self, number: int) -> None:
@@ -115,6 +131,9 @@ class StepLoop:
         if step is None:
             return []
         begin = self._clock()
+        for share in step.shares:
+            if share.request.timing.first_step_ns is None:
+                share.request.timing.first_step_ns = begin
         try:
             result = self._worker.execute(step)
         except BaseException as error:
@@ -133,17 +152,27 @@ class StepLoop:
             else:
                 share.request.timing.prefill_ns += end - begin
         self.scheduler.commit(step, result.tokens)
+        if self.watcher is not None:
+            num_tokens = sum(share.num_tokens for share in step.shares)
+            self.watcher(StepRecord(num_tokens, step.has_decode, result.path, end - begin))
+        return self._tell(step, result, end)
+
+    def _tell(self, step: ScheduledStep, result: StepResult, end_ns: int) -> list[Event]:
+        """The events of a step that was committed."""
         events = []
         for row, (request, token) in enumerate(zip(step.chooses, result.tokens, strict=True)):
             if isinstance(token, BadLogits):
                 events.append(self._event(request, None, None))
                 continue
             timing = request.timing
-            timing.token_ns.append(end)
+            timing.token_ns.append(end_ns)
             if timing.prefill_end_ns is None:
-                timing.prefill_end_ns = end
+                timing.prefill_end_ns = end_ns
+            logits, num_top = result.logits[row], request.params.logprobs
+            if num_top is not None:
+                request.logprobs.append(token_logprobs(logits, token, num_top))
             is_followed = request.forced_ids is not None
-            events.append(self._event(request, token, result.logits[row] if is_followed else None))
+            events.append(self._event(request, token, logits if is_followed else None))
         return events
 
     def _event(self, request: Request, token: int | None, logits: Tensor | None) -> Event:
@@ -160,4 +189,13 @@ class StepLoop:
             shown += text.close()
         if text.is_stopped and request.finish_reason == "length":
             request.finish_reason = "stop"
-        return Event(request.number, token, shown, logits, request.finish_reason)
+        has_logprobs = token is not None and request.params.logprobs is not None
+        return Event(
+            number=request.number,
+            token_id=token,
+            text=shown,
+            logits=logits,
+            finish_reason=request.finish_reason,
+            logprobs=request.logprobs[-1] if has_logprobs else None,
+            time_ns=request.timing.token_ns[-1] if token is not None else self._clock(),
+        )

@@ -27,6 +27,10 @@ _MOVES: dict[RequestState, tuple[RequestState, ...]] = {
 }
 
 
+# The likeliest tokens that a request may ask for at each position.
+MAX_LOGPROBS = 20
+
+
 class RequestError(ValueError):
     """A request that cannot be served; the message names the value and the limit."""
 
@@ -39,7 +43,8 @@ class SamplingParams:
     are off; the three act in this order on the probabilities at the given temperature. seed None:
     the engine derives one, the same in every run of the same engine seed. Neither an end token nor
     a stop string ends a request before min_tokens; end tokens are not even sampled. ignore_eos
-    leaves the model's own end token without effect, not those of stop_token_ids.
+    leaves the model's own end token without effect, not those of stop_token_ids. logprobs: how many
+    of the likeliest tokens are told beside each chosen one; None tells nothing.
     """
 
     max_tokens: int = 128
@@ -52,6 +57,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -69,6 +75,8 @@ class SamplingParams:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
         if not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p is {self.min_p}; it must be from 0 to 1.")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise RequestError(f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}.")
         if isinstance(self.stop, str):
             raise RequestError(f"stop is the text {self.stop!r}; it must be a tuple of texts.")
         if any(not text for text in self.stop):
@@ -79,19 +87,32 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities, before temperature and every filter.
+
+    top: (token id, logprob) of the likeliest tokens, likeliest first, the lower id of equal ones.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass
 class Timing:
     """When things happened, in nanoseconds of `time.perf_counter_ns`.
 
-    start_ns: the request was handed to the engine. prefill_end_ns: its first token was known.
-    token_ns: arrival of each token. prefill_ns: time inside the steps that prefilled this request,
-    again after a preemption included.
+    start_ns: the request was handed to the engine. first_step_ns: the first step that computed any
+    of it began. prefill_end_ns: its first token was known. token_ns: arrival of each token.
+    prefill_ns: time inside the steps that prefilled this request, again after a preemption
+    included.
     """
 
     start_ns: int
     prefill_end_ns: int | None = None
     token_ns: list[int] = field(default_factory=list)
     prefill_ns: int = 0
+    first_step_ns: int | None = None
 
 
 @dataclass(eq=False)
@@ -112,6 +133,7 @@ class Request:
     forced_ids: tuple[int, ...] | None = None
     state: RequestState = "waiting"
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     # Tokens whose cache entries exist, the slot that holds the state, the pages that hold the rest.
     num_cached: int = 0
     slot: int | None = None
@@ -164,7 +186,7 @@ class Output:
 
     token_ids: every token, a token that ended it included. text: the decoded tokens, without an end
     token and without a stop string or what follows it. error: set when finish_reason is "error".
-    decode_steps: decode steps by (path, reason).
+    decode_steps: decode steps by (path, reason). logprobs: one a token when they were asked for.
     """
 
     prompt_ids: tuple[int, ...]
@@ -175,3 +197,4 @@ class Output:
     decode_steps: dict[tuple[str, str], int]
     num_preemptions: int = 0
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()

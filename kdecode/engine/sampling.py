@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdecode.engine.request import SamplingParams
+from kdecode.engine.request import SamplingParams, TokenLogprobs
 
 _MASK = (1 << 64) - 1
 
@@ -92,6 +92,18 @@ def filtered_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered[ordered < params.min_p * ordered[0]] = 0.0
     kept = torch.zeros_like(probabilities).scatter_(0, ids, ordered)
     return kept / kept.sum()
+
+
+def token_logprobs(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """What the model itself gave to a chosen token, and to the likeliest ones; logits [vocab]."""
+    values = torch.log_softmax(logits.cpu().double(), dim=-1)
+    top: list[tuple[int, float]] = []
+    if num_top:
+        # topk does not say which of equal ones it takes, so the candidates are sorted here.
+        least = values.topk(min(num_top, values.numel())).values[-1]
+        candidates = torch.nonzero(values >= least).flatten().tolist()
+        top = sorted(((i, float(values[i])) for i in candidates), key=lambda item: -item[1])
+    return TokenLogprobs(float(values[token]), tuple(top[:num_top]))
 
 
 def stream_seed(seed: int, position: int) -> int:
