@@ -17,7 +17,7 @@ import torch
 from kdecode.cache.caches import Caches
 from kdecode.config import ModelConfig
 from kdecode.decode.buffers import input_buffers, value_buffers
-from kdecode.decode.plan import Buffer, DecodePlan, Step
+from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.traffic import op_weight_bytes
 from kdecode.kernels import table
@@ -102,30 +102,49 @@ def check(deployment: Deployment) -> None:
 
 def build(deployment: Deployment, packed: PackedModel, caches: Caches, rows: int) -> DecodePlan:
     """The plan of one row bucket. Raises BackendRefusedError with every reason."""
+    described = describe(deployment, packed, rows)
+    buffers = _allocate(described.buffer_specs, deployment, caches)
+    program = Program(deployment.pool, deployment.isa)
+    steps = []
+    for step in described.steps:
+        layer = step.layers[0]
+        weights: Any = packed if layer is None else packed.layers[layer]
+        prepared = table.implementation(step.op, "cpu").prepare(
+            deployment.problem(layer, rows), weights, buffers
+        )
+        assert isinstance(prepared, NativeStep)
+        program.add(prepared.name, prepared.args)
+        steps.append(replace(step, run=prepared.run))
+    return replace(
+        described,
+        steps=tuple(steps),
+        buffers=buffers,
+        launch_all=lambda: program.run(0, len(steps)),
+    )
+
+
+def describe(deployment: Deployment, packed: PackedModel, rows: int) -> DecodePlan:
+    """The plan of one row bucket without what it runs on; ``packed`` may be an outline.
+
+    Raises BackendRefusedError with every reason.
+    """
     check(deployment)
     config = deployment.config
     specs = (*input_buffers(rows, deployment.max_pages), *value_buffers(config, rows))
-    builder = _Builder(
-        deployment=deployment,
-        packed=packed,
-        rows=rows,
-        specs=specs,
-        buffers=_allocate(specs, deployment, caches),
-        program=Program(deployment.pool, deployment.isa),
-    )
-    steps = [builder.step("embed", None)]
+    ops: list[tuple[str, int | None]] = [("embed", None)]
     for layer in range(config.num_layers):
-        steps += [builder.step(op, layer) for op in layer_ops(config, layer)]
-    steps.append(builder.step("head", None))
+        ops += [(op, layer) for op in layer_ops(config, layer)]
+    ops.append(("head", None))
+    names = frozenset(spec.name for spec in specs)
     return DecodePlan(
         backend="latency_specialized",
         config=config,
         rows=rows,
         rows_per_request=1,
-        steps=tuple(steps),
+        steps=tuple(_describe_step(deployment, packed, names, op, layer) for op, layer in ops),
         buffer_specs=specs,
-        buffers=builder.buffers,
-        launch_all=lambda: builder.program.run(0, len(steps)),
+        buffers=Buffers(),
+        launch_all=cannot_run,
     )
 
 
@@ -156,52 +175,39 @@ def _allocate(specs: tuple[Buffer, ...], deployment: Deployment, caches: Caches)
     return buffers
 
 
-@dataclass(frozen=True)
-class _Builder:
-    """What the steps of one plan share."""
+def _describe_step(
+    deployment: Deployment, packed: PackedModel, names: frozenset[str], op: str, layer: int | None
+) -> Step:
+    """A step that is not prepared. names: the plan's buffers."""
+    contract = _restrict(table.contract(op), deployment.config, names, layer)
+    return Step(
+        layers=(layer,),
+        covers=contract.covers,
+        op=op,
+        impl=f"cpu/{deployment.isa}",
+        reads=contract.reads,
+        writes=contract.writes,
+        run=cannot_run,
+        tolerance=contract.tolerance,
+        weight_bytes=op_weight_bytes(packed, layer, op, contract.covers),
+    )
 
-    deployment: Deployment
-    packed: PackedModel
-    rows: int
-    specs: tuple[Buffer, ...]
-    buffers: Buffers
-    program: Program
 
-    def step(self, op: str, layer: int | None) -> Step:
-        """Prepares one step and appends it to the program."""
-        contract = self._restrict(table.contract(op), layer)
-        weights: Any = self.packed if layer is None else self.packed.layers[layer]
-        prepared = table.implementation(op, "cpu").prepare(
-            self.deployment.problem(layer, self.rows), weights, self.buffers
-        )
-        assert isinstance(prepared, NativeStep)
-        self.program.add(prepared.name, prepared.args)
-        return Step(
-            layers=(layer,),
-            covers=contract.covers,
-            op=op,
-            impl=f"cpu/{self.deployment.isa}",
-            reads=contract.reads,
-            writes=contract.writes,
-            run=prepared.run,
-            tolerance=contract.tolerance,
-            weight_bytes=op_weight_bytes(self.packed, layer, op, contract.covers),
-        )
+def _restrict(
+    contract: OpContract, config: ModelConfig, names: frozenset[str], layer: int | None
+) -> OpContract:
+    """The contract without the stages and buffers that this model or layer does not have.
 
-    def _restrict(self, contract: OpContract, layer: int | None) -> OpContract:
-        """The contract without the stages and buffers that this model or layer does not have.
-
-        No snapshot has been taken before the first layer's mix.
-        """
-        names = {spec.name for spec in self.specs}
-        readable = names - {"snapshots"} if "attn_mix" in contract.covers and layer == 0 else names
-        covers = contract.covers
-        if layer is not None:
-            present = layer_stages(self.deployment.config, layer)
-            covers = tuple(stage for stage in covers if stage in present)
-        return replace(
-            contract,
-            covers=covers,
-            reads=tuple(name for name in contract.reads if name in readable),
-            writes=tuple(name for name in contract.writes if name in names),
-        )
+    No snapshot has been taken before the first layer's mix.
+    """
+    readable = names - {"snapshots"} if "attn_mix" in contract.covers and layer == 0 else names
+    covers = contract.covers
+    if layer is not None:
+        present = layer_stages(config, layer)
+        covers = tuple(stage for stage in covers if stage in present)
+    return replace(
+        contract,
+        covers=covers,
+        reads=tuple(name for name in contract.reads if name in readable),
+        writes=tuple(name for name in contract.writes if name in names),
+    )

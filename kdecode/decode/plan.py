@@ -24,6 +24,11 @@ class PlanError(ValueError):
     """A plan that does not cover the model exactly once, or reads what nobody wrote."""
 
 
+def cannot_run() -> None:
+    """What a step of a plan without weights does."""
+    raise PlanError("This plan describes a configuration; it has no weights and cannot run.")
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A named tensor of a plan; of lifetime "input" the caller writes it, of "step" a step does."""
@@ -128,7 +133,9 @@ class DecodePlan:
             layer = "-" if step.layers[0] is None else str(step.layers[0])
             size = "-" if step.weight_bytes is None else f"{step.weight_bytes:,}"
             rows.append((str(index), layer, step.op, step.impl, size, " ".join(step.covers)))
-        row_text = "any number of rows" if self.rows is None else f"{self.rows} rows"
+        row_text = "any number of rows"
+        if self.rows is not None:
+            row_text = f"{self.rows} row{'' if self.rows == 1 else 's'}"
         title = f"backend {self.backend}, {row_text}, {self.rows_per_request} a request"
         total = f"{len(self.steps)} steps"
         if self.launch_all is not None:
