@@ -32,7 +32,7 @@ from kdecode.config import (
 CONFIG_FILE = "config.json"
 
 
-def _names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -52,7 +52,7 @@ _FIXED: dict[str, Any] = {
 _FIXED_REQUIRED = ("mla_use_nope", "moe_router_activation_func")
 
 # Settings that are read below.
-_READ = _names(
+_READ = words(
     """
     activation_situ_beta activation_situ_linear_beta attn_res_block_size bos_token_id
     eos_token_id first_k_dense_replace hidden_act hidden_size intermediate_size kv_lora_rank
@@ -63,7 +63,7 @@ _READ = _names(
     routed_expert_hidden_size routed_scaling_factor v_head_dim vocab_size
     """
 )
-_READ_LINEAR = _names(
+_READ_LINEAR = words(
     """
     full_attn_layers gate_lower_bound head_dim kda_layers num_heads short_conv_kernel_size
     use_full_rank_gate
@@ -82,7 +82,7 @@ _K3_REQUIRED_LINEAR = ("gate_lower_bound", "use_full_rank_gate")
 
 # Settings that no formula uses: rotation (there is none), training, the serialiser's own, and the
 # generation defaults that it writes into every config.
-_IRRELEVANT = _names(
+IRRELEVANT = words(
     """
     _attn_implementation _name_or_path architectures attention_dropout auto_map aux_loss_alpha
     dtype ep_size head_dim ignore_index initializer_range keys_to_ignore_at_inference
@@ -116,7 +116,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
     """One JSON object with checked access; ``where`` prefixes the names in errors."""
 
     values: Mapping[str, Any]
@@ -142,11 +142,11 @@ class _Settings:
             raise ConfigError(f"{self.where}{key} is {value!r}; it must be true or false.")
         return value
 
-    def section(self, key: str) -> _Settings:
+    def section(self, key: str) -> Settings:
         value = self.get(key)
         if not isinstance(value, Mapping):
             raise ConfigError(f"{self.where}{key} is {value!r}; it must be an object.")
-        return _Settings(value, f"{self.where}{key}.")
+        return Settings(value, f"{self.where}{key}.")
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Settings that, where present, have exactly these values."""
@@ -165,7 +165,7 @@ class _Settings:
 
 def parse_model(document: Mapping[str, Any]) -> ModelConfig:
     text, is_k3 = _text_settings(document)
-    known = _READ | _IRRELEVANT | frozenset(_FIXED)
+    known = _READ | IRRELEVANT | frozenset(_FIXED)
     text.refuse_unknown(known)
     linear = text.section("linear_attn_config")
     linear.refuse_unknown(_READ_LINEAR)
@@ -193,7 +193,7 @@ def parse_model(document: Mapping[str, Any]) -> ModelConfig:
         dense_width=text.integer("intermediate_size"),
         activation=_activation(text),
         rms_eps=rms_eps,
-        attn_res_block=_optional_int(text, "attn_res_block_size"),
+        attn_res_block=optional_int(text, "attn_res_block_size"),
         kda=_kda(linear),
         mla=_mla(text, heads, rms_eps),
         moe=_moe(text),
@@ -204,9 +204,9 @@ def parse_model(document: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _text_settings(document: Mapping[str, Any]) -> tuple[_Settings, bool]:
+def _text_settings(document: Mapping[str, Any]) -> tuple[Settings, bool]:
     """The language model's settings, and whether they are K3's."""
-    outer = _Settings(document)
+    outer = Settings(document)
     check_choice("model_type", outer.get("model_type"), ("kimi_k3", "kimi_linear"))
     if "text_config" not in document:
         # Kimi-Linear has no attention residuals; a flat K3 may carry either model_type.
@@ -216,25 +216,25 @@ def _text_settings(document: Mapping[str, Any]) -> tuple[_Settings, bool]:
     text = outer.section("text_config")
     check_choice("text_config.model_type", text.get("model_type"), ("kimi_linear", "kimi_k3"))
     outer.refuse_unknown(
-        _IRRELEVANT
+        IRRELEVANT
         | {"text_config", "model_type", "quantization_config", "tie_word_embeddings"}
         | {"bos_token_id", "eos_token_id", "pad_token_id"}
     )
     outer.require({"tie_word_embeddings": False})
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
     inherited = {key: document[key] for key in shared if outer.has(key) and not text.has(key)}
-    return _Settings({**text.values, **inherited}, text.where), True
+    return Settings({**text.values, **inherited}, text.where), True
 
 
-def _optional_int(settings: _Settings, key: str) -> int | None:
+def optional_int(settings: Settings, key: str) -> int | None:
     return settings.integer(key) if settings.has(key) else None
 
 
-def _optional_bool(settings: _Settings, key: str) -> bool:
+def _optional_bool(settings: Settings, key: str) -> bool:
     return settings.boolean(key) if settings.has(key) else False
 
 
-def _layer_kinds(linear: _Settings, num_layers: int) -> tuple[LayerKind, ...]:
+def _layer_kinds(linear: Settings, num_layers: int) -> tuple[LayerKind, ...]:
     """Layer kinds from the two 1-based lists, which must be a partition of 1..num_layers."""
     kinds: dict[int, LayerKind] = {}
     lists: tuple[tuple[str, LayerKind], ...] = (("kda_layers", "kda"), ("full_attn_layers", "mla"))
@@ -259,7 +259,7 @@ def _layer_kinds(linear: _Settings, num_layers: int) -> tuple[LayerKind, ...]:
     return tuple(kinds[number] for number in range(1, num_layers + 1))
 
 
-def _activation(text: _Settings) -> Activation:
+def _activation(text: Settings) -> Activation:
     kind = text.get("hidden_act")
     if kind == "silu":
         return Activation("silu")
@@ -271,7 +271,7 @@ def _activation(text: _Settings) -> Activation:
     )
 
 
-def _kda(linear: _Settings) -> KdaConfig:
+def _kda(linear: Settings) -> KdaConfig:
     bound = linear.number("gate_lower_bound", below=0.0) if linear.has("gate_lower_bound") else None
     return KdaConfig(
         num_heads=linear.integer("num_heads"),
@@ -282,7 +282,7 @@ def _kda(linear: _Settings) -> KdaConfig:
     )
 
 
-def _mla(text: _Settings, heads: int, rms_eps: float) -> MlaConfig:
+def _mla(text: Settings, heads: int, rms_eps: float) -> MlaConfig:
     # Absent is not null here: a checkpoint has to say that it has no query LoRA.
     q_rank = None if text.get("q_lora_rank") is None else text.integer("q_lora_rank")
     return MlaConfig(
@@ -297,9 +297,9 @@ def _mla(text: _Settings, heads: int, rms_eps: float) -> MlaConfig:
     )
 
 
-def _moe(text: _Settings) -> MoeConfig:
+def _moe(text: Settings) -> MoeConfig:
     num_experts = text.integer("num_experts")
-    latent = _optional_int(text, "routed_expert_hidden_size")
+    latent = optional_int(text, "routed_expert_hidden_size")
     is_quantised = text.has("quantization_config")
     if is_quantised:
         _check_quantisation(text.section("quantization_config"))
@@ -323,7 +323,7 @@ def _moe(text: _Settings) -> MoeConfig:
     )
 
 
-def _check_quantisation(quantisation: _Settings) -> None:
+def _check_quantisation(quantisation: Settings) -> None:
     """Accepts the released scheme and nothing else: MXFP4 weights, activations as they are.
 
     The names in `ignore` are not interpreted: which tensors are packed is checked tensor by tensor

@@ -65,9 +65,9 @@ def model_slots(config: ModelConfig, prefix: str) -> Slots:
     """Tensors outside the layers."""
     width, vocab = config.hidden_size, config.vocab_size
     slots = {
-        "embed": _matrix(f"{prefix}model.embed_tokens.weight", vocab, width),
-        "lm_head": _matrix(f"{prefix}lm_head.weight", vocab, width),
-        "norm": _vector(f"{prefix}model.norm.weight", width),
+        "embed": matrix(f"{prefix}model.embed_tokens.weight", vocab, width),
+        "lm_head": matrix(f"{prefix}lm_head.weight", vocab, width),
+        "norm": vector(f"{prefix}model.norm.weight", width),
     }
     if config.attn_res_block is not None:
         slots |= _mix("final_mix", f"{prefix}model.output_attn_res", width)
@@ -79,8 +79,8 @@ def layer_slots(config: ModelConfig, layer: int, prefix: str) -> Slots:
     start = f"{prefix}model.layers.{layer}."
     width = config.hidden_size
     slots = {
-        "input_norm": _vector(f"{start}input_layernorm.weight", width),
-        "post_norm": _vector(f"{start}post_attention_layernorm.weight", width),
+        "input_norm": vector(f"{start}input_layernorm.weight", width),
+        "post_norm": vector(f"{start}post_attention_layernorm.weight", width),
     }
     if config.attn_res_block is not None:
         slots |= _mix("attn_mix", f"{start}self_attention_res", width)
@@ -89,9 +89,9 @@ def layer_slots(config: ModelConfig, layer: int, prefix: str) -> Slots:
     if config.layer_kinds[layer] == "kda":
         slots |= _kda(config.kda, width, attention, is_k3=config.model_type == "kimi_k3")
     else:
-        slots |= _mla(config.mla, width, attention)
+        slots |= mla_slots(config.mla, width, attention)
     if config.mlp_kinds[layer] == "dense":
-        slots |= _gated("mlp", f"{start}mlp.", config.dense_width, width)
+        slots |= gated_slots("mlp", f"{start}mlp.", config.dense_width, width)
     else:
         slots |= _moe(config, f"{start}block_sparse_moe.")
     return slots
@@ -109,43 +109,43 @@ def roster(config: ModelConfig, prefix: str | None = None) -> Iterator[TensorSpe
     yield from outside.values()
 
 
-def _matrix(name: str, rows: int, cols: int) -> TensorSpec:
+def matrix(name: str, rows: int, cols: int) -> TensorSpec:
     return TensorSpec(name, ((rows, cols),), ("BF16",))
 
 
-def _vector(name: str, size: int, dtypes: tuple[str, ...] = _VECTOR) -> TensorSpec:
+def vector(name: str, size: int, dtypes: tuple[str, ...] = _VECTOR) -> TensorSpec:
     return TensorSpec(name, ((size,),), dtypes)
 
 
 def _mix(slot: str, name: str, width: int) -> Slots:
     return {
-        f"{slot}.norm": _vector(f"{name}_norm.weight", width),
+        f"{slot}.norm": vector(f"{name}_norm.weight", width),
         f"{slot}.proj": TensorSpec(f"{name}_proj.weight", ((1, width), (width,)), _VECTOR),
     }
 
 
-def _gated(slot: str, name: str, inner: int, width: int) -> Slots:
+def gated_slots(slot: str, name: str, inner: int, width: int) -> Slots:
     return {
-        f"{slot}.gate_proj": _matrix(f"{name}gate_proj.weight", inner, width),
-        f"{slot}.up_proj": _matrix(f"{name}up_proj.weight", inner, width),
-        f"{slot}.down_proj": _matrix(f"{name}down_proj.weight", width, inner),
+        f"{slot}.gate_proj": matrix(f"{name}gate_proj.weight", inner, width),
+        f"{slot}.up_proj": matrix(f"{name}up_proj.weight", inner, width),
+        f"{slot}.down_proj": matrix(f"{name}down_proj.weight", width, inner),
     }
 
 
 def _kda(kda: KdaConfig, width: int, name: str, *, is_k3: bool) -> Slots:
     inner, heads, rank = kda.width, kda.num_heads, kda.head_dim
     slots = {
-        f"attention.{part}_proj": _matrix(f"{name}{part}_proj.weight", inner, width)
+        f"attention.{part}_proj": matrix(f"{name}{part}_proj.weight", inner, width)
         for part in ("q", "k", "v")
     }
     if kda.is_gate_full_rank:
-        slots["attention.g_proj"] = _matrix(f"{name}g_proj.weight", inner, width)
+        slots["attention.g_proj"] = matrix(f"{name}g_proj.weight", inner, width)
     else:
-        slots["attention.g_a_proj"] = _matrix(f"{name}g_a_proj.weight", rank, width)
-        slots["attention.g_b_proj"] = _matrix(f"{name}g_b_proj.weight", inner, rank)
-    slots["attention.f_a_proj"] = _matrix(f"{name}f_a_proj.weight", rank, width)
-    slots["attention.f_b_proj"] = _matrix(f"{name}f_b_proj.weight", inner, rank)
-    slots["attention.b_proj"] = _matrix(f"{name}b_proj.weight", heads, width)
+        slots["attention.g_a_proj"] = matrix(f"{name}g_a_proj.weight", rank, width)
+        slots["attention.g_b_proj"] = matrix(f"{name}g_b_proj.weight", inner, rank)
+    slots["attention.f_a_proj"] = matrix(f"{name}f_a_proj.weight", rank, width)
+    slots["attention.f_b_proj"] = matrix(f"{name}f_b_proj.weight", inner, rank)
+    slots["attention.b_proj"] = matrix(f"{name}b_proj.weight", heads, width)
     conv_shape = (inner, 1, kda.conv_width)
     for part in ("q", "k", "v"):
         dtypes = _FLOAT if is_k3 else _VECTOR
@@ -155,32 +155,32 @@ def _kda(kda: KdaConfig, width: int, name: str, *, is_k3: bool) -> Slots:
     padded = -(-heads // A_LOG_PADDING) * A_LOG_PADDING
     a_log_shapes = ((padded,), (heads,)) if is_k3 else ((1, 1, heads, 1), (heads,))
     slots["attention.a_log"] = TensorSpec(f"{name}A_log", a_log_shapes, _FLOAT)
-    slots["attention.dt_bias"] = _vector(f"{name}dt_bias", inner, _FLOAT)
-    slots["attention.o_norm"] = _vector(f"{name}o_norm.weight", kda.head_dim, _FLOAT)
-    slots["attention.o_proj"] = _matrix(f"{name}o_proj.weight", width, inner)
+    slots["attention.dt_bias"] = vector(f"{name}dt_bias", inner, _FLOAT)
+    slots["attention.o_norm"] = vector(f"{name}o_norm.weight", kda.head_dim, _FLOAT)
+    slots["attention.o_proj"] = matrix(f"{name}o_proj.weight", width, inner)
     return slots
 
 
-def _mla(mla: MlaConfig, width: int, name: str) -> Slots:
+def mla_slots(mla: MlaConfig, width: int, name: str) -> Slots:
     heads = mla.num_heads
     query = heads * mla.qk_dim
     slots: Slots = {}
     if mla.q_rank is None:
-        slots["attention.q_proj"] = _matrix(f"{name}q_proj.weight", query, width)
+        slots["attention.q_proj"] = matrix(f"{name}q_proj.weight", query, width)
     else:
-        slots["attention.q_a_proj"] = _matrix(f"{name}q_a_proj.weight", mla.q_rank, width)
-        slots["attention.q_a_norm"] = _vector(f"{name}q_a_layernorm.weight", mla.q_rank)
-        slots["attention.q_b_proj"] = _matrix(f"{name}q_b_proj.weight", query, mla.q_rank)
-    slots["attention.kv_a_proj"] = _matrix(
+        slots["attention.q_a_proj"] = matrix(f"{name}q_a_proj.weight", mla.q_rank, width)
+        slots["attention.q_a_norm"] = vector(f"{name}q_a_layernorm.weight", mla.q_rank)
+        slots["attention.q_b_proj"] = matrix(f"{name}q_b_proj.weight", query, mla.q_rank)
+    slots["attention.kv_a_proj"] = matrix(
         f"{name}kv_a_proj_with_mqa.weight", mla.cache_width, width
     )
-    slots["attention.kv_a_norm"] = _vector(f"{name}kv_a_layernorm.weight", mla.kv_rank)
-    slots["attention.kv_b_proj"] = _matrix(
+    slots["attention.kv_a_norm"] = vector(f"{name}kv_a_layernorm.weight", mla.kv_rank)
+    slots["attention.kv_b_proj"] = matrix(
         f"{name}kv_b_proj.weight", heads * (mla.nope_dim + mla.v_dim), mla.kv_rank
     )
     if mla.has_output_gate:
-        slots["attention.g_proj"] = _matrix(f"{name}g_proj.weight", heads * mla.v_dim, width)
-    slots["attention.o_proj"] = _matrix(f"{name}o_proj.weight", width, heads * mla.v_dim)
+        slots["attention.g_proj"] = matrix(f"{name}g_proj.weight", heads * mla.v_dim, width)
+    slots["attention.o_proj"] = matrix(f"{name}o_proj.weight", width, heads * mla.v_dim)
     # The name that quantisers give the scale of an fp8 cache; the releases have none.
     slots["attention.k_scale"] = TensorSpec(f"{name}k_scale", ((), (1,)), _FLOAT, is_optional=True)
     return slots
@@ -189,19 +189,19 @@ def _mla(mla: MlaConfig, width: int, name: str) -> Slots:
 def _moe(config: ModelConfig, name: str) -> Slots:
     moe, width = config.moe, config.hidden_size
     slots = {
-        "mlp.router": _matrix(f"{name}gate.weight", moe.num_experts, width),
-        "mlp.router_bias": _vector(f"{name}gate.e_score_correction_bias", moe.num_experts, _FLOAT),
+        "mlp.router": matrix(f"{name}gate.weight", moe.num_experts, width),
+        "mlp.router_bias": vector(f"{name}gate.e_score_correction_bias", moe.num_experts, _FLOAT),
     }
     model_side = width
     if moe.latent_width is not None:
         model_side = latent = moe.latent_width
         routed = f"{name}routed_expert_"
-        slots["mlp.latent_down"] = _matrix(f"{routed}down_proj.weight", latent, width)
+        slots["mlp.latent_down"] = matrix(f"{routed}down_proj.weight", latent, width)
         if moe.has_latent_norm:
-            slots["mlp.latent_norm"] = _vector(f"{routed}norm.weight", latent)
-        slots["mlp.latent_up"] = _matrix(f"{routed}up_proj.weight", width, latent)
+            slots["mlp.latent_norm"] = vector(f"{routed}norm.weight", latent)
+        slots["mlp.latent_up"] = matrix(f"{routed}up_proj.weight", width, latent)
     if moe.num_shared:
-        slots |= _gated("mlp.shared", f"{name}shared_experts.", moe.shared_width, width)
+        slots |= gated_slots("mlp.shared", f"{name}shared_experts.", moe.shared_width, width)
     shapes = {
         "w1": (moe.expert_width, model_side),
         "w3": (moe.expert_width, model_side),
@@ -212,7 +212,7 @@ def _moe(config: ModelConfig, name: str) -> Slots:
             weight = f"{name}experts.{expert}.{part}.weight"
             slot = f"mlp.{part}.{expert}"
             if moe.expert_format == "bf16":
-                slots[slot] = _matrix(weight, rows, cols)
+                slots[slot] = matrix(weight, rows, cols)
                 continue
             packed, scale = (rows, cols // 2), (rows, cols // MXFP4_GROUP)
             slots[f"{slot}.packed"] = TensorSpec(f"{weight}_packed", (packed,), ("U8",))

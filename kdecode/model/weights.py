@@ -46,7 +46,14 @@ from kdecode.model.shards import CheckpointError, Shard, read_json_object
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointError", "CheckpointReader"]
+__all__ = [
+    "INDEX_FILE",
+    "SINGLE_FILE",
+    "CheckpointError",
+    "CheckpointReader",
+    "check_entry",
+    "open_shards",
+]
 
 
 class CheckpointReader:
@@ -55,7 +62,7 @@ class CheckpointReader:
     def __init__(self, directory: str | Path, config: ModelConfig | None = None) -> None:
         self.directory = Path(directory)
         self.config = ModelConfig.from_checkpoint(self.directory) if config is None else config
-        self._shards, self._shard_of = _open_shards(self.directory)
+        self._shards, self._shard_of = open_shards(self.directory)
         self._prefix = _name_prefix(self.config, self._shard_of)
         self._model = model_slots(self.config, self._prefix)
         self._taken: set[str] = set()
@@ -132,7 +139,7 @@ class CheckpointReader:
             expected.update((spec.name, spec) for spec in slots.values())
         for name, shard in self._shard_of.items():
             if name in expected:
-                self._check_entry(shard, expected[name])
+                check_entry(shard, expected[name])
             elif not _is_vision(name):
                 raise CheckpointError(
                     f"{shard.path}, tensor {name}: the configuration has no such tensor."
@@ -143,20 +150,6 @@ class CheckpointReader:
                     f"{self.directory} has no tensor {name}; the configuration asks for "
                     f"{spec.dtype} of shape {list(spec.shape)}."
                 )
-
-    def _check_entry(self, shard: Shard, spec: TensorSpec) -> None:
-        entry = shard.entries[spec.name]
-        if entry.shape not in spec.shapes:
-            wanted = " or ".join(str(list(shape)) for shape in spec.shapes)
-            raise CheckpointError(
-                f"{shard.path}, tensor {spec.name}: expected shape {wanted}, found "
-                f"{list(entry.shape)}."
-            )
-        if entry.dtype not in spec.dtypes:
-            raise CheckpointError(
-                f"{shard.path}, tensor {spec.name}: expected dtype {' or '.join(spec.dtypes)}, "
-                f"found {entry.dtype}."
-            )
 
     def _take(self, spec: TensorSpec) -> Tensor:
         if spec.name in self._taken:
@@ -279,6 +272,21 @@ class CheckpointReader:
         return Mxfp4(self._take(slots[f"{slot}.packed"]), scale)
 
 
+def check_entry(shard: Shard, spec: TensorSpec) -> None:
+    """Raises CheckpointError unless the file has the tensor in an accepted shape and dtype."""
+    entry = shard.entries[spec.name]
+    if entry.shape not in spec.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in spec.shapes)
+        raise CheckpointError(
+            f"{shard.path}, tensor {spec.name}: expected shape {wanted}, found {list(entry.shape)}."
+        )
+    if entry.dtype not in spec.dtypes:
+        raise CheckpointError(
+            f"{shard.path}, tensor {spec.name}: expected dtype {' or '.join(spec.dtypes)}, "
+            f"found {entry.dtype}."
+        )
+
+
 def _is_vision(name: str) -> bool:
     return name.startswith(VISION_PREFIXES)
 
@@ -290,7 +298,7 @@ def _name_prefix(config: ModelConfig, names: dict[str, Shard]) -> str:
     return ""
 
 
-def _open_shards(directory: Path) -> tuple[tuple[Shard, ...], dict[str, Shard]]:
+def open_shards(directory: Path) -> tuple[tuple[Shard, ...], dict[str, Shard]]:
     """Every shard, and the one of each tensor; the index and the headers must agree."""
     index_path = directory / INDEX_FILE
     if not index_path.exists():
