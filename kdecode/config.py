@@ -19,6 +19,7 @@ LayerKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
 DecodeBackend = Literal["auto", "latency_specialized"]
 Isa = Literal["avx512", "avx2", "portable"]
+LosslessPacking = Literal["auto", "on", "off"]
 CacheDtype = Literal["bf16", "fp8"]
 
 # Input columns that share one scale of an MXFP4 weight.
@@ -148,15 +149,18 @@ class EngineConfig:
 
     device: "cpu", "cuda" or "cuda:N"; whether it exists is known to the engine, not here.
     num_threads: None for every core the process may use. isa: None for the best one there is.
-    cache_scale: scale of an fp8 latent cache (stored = x / scale) for checkpoints without one.
-    max_step_tokens: tokens of one step, i.e. the largest chunk of a prompt. cache_budget_bytes:
-    memory of pages and slots, None for what max_requests requests of max_context_tokens need.
+    lossless_packing: whether latency_specialized keeps bf16 weights at 12 bits, of the same value
+    bit by bit; "auto" where its kernels are faster then. cache_scale: scale of an fp8 latent cache
+    (stored = x / scale) for checkpoints without one. max_step_tokens: tokens of one step, i.e. the
+    largest chunk of a prompt. cache_budget_bytes: memory of pages and slots, None for what
+    max_requests requests of max_context_tokens need.
     """
 
     decode_backend: DecodeBackend = "auto"
     device: str = "cpu"
     num_threads: int | None = None
     isa: Isa | None = None
+    lossless_packing: LosslessPacking = "auto"
     cache_dtype: CacheDtype = "bf16"
     cache_scale: float | None = None
     page_tokens: int = 64
@@ -170,6 +174,7 @@ class EngineConfig:
         check_choice("decode_backend", self.decode_backend, get_args(DecodeBackend))
         check_device_name(self.device)
         check_choice("cache_dtype", self.cache_dtype, get_args(CacheDtype))
+        check_choice("lossless_packing", self.lossless_packing, get_args(LosslessPacking))
         if self.isa is not None:
             check_choice("isa", self.isa, get_args(Isa))
         for name in ("page_tokens", "max_context_tokens", "max_requests", "max_step_tokens"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kdecode.config import CacheDtype, DecodeBackend, EngineConfig, Isa
+from kdecode.config import CacheDtype, DecodeBackend, EngineConfig, Isa, LosslessPacking
 
 if TYPE_CHECKING:
     from kdecode.engine.engine import LLM
@@ -85,6 +85,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool =
     group.add_argument("--device", default=defaults.device, help="cpu, cuda or cuda:N")
     group.add_argument("--threads", type=positive, help="default: every core it may use")
     group.add_argument("--isa", choices=get_args(Isa), help="default: the best there is")
+    group.add_argument(
+        "--lossless-packing",
+        choices=get_args(LosslessPacking),
+        default=defaults.lossless_packing,
+        help="bf16 weights at 12 bits, the same bit by bit, in latency_specialized",
+    )
     group.add_argument("--cache-dtype", choices=get_args(CacheDtype), default=defaults.cache_dtype)
     group.add_argument(
         "--cache-scale", type=float, help="scale of an fp8 cache that the checkpoint has none for"
@@ -99,6 +105,7 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
         "device": args.device,
         "num_threads": args.threads,
         "isa": args.isa,
+        "lossless_packing": args.lossless_packing,
         "cache_dtype": args.cache_dtype,
         "cache_scale": args.cache_scale,
         "page_tokens": args.page_tokens,

@@ -222,6 +222,7 @@ class LLM:
             "decode_backend": engine.decode_backend,
             "device": engine.device,
             "isa": self._worker.runner.isa,
+            "lossless_packing": engine.lossless_packing,
             "threads": engine.resolved_threads(),
             "cache": {
                 "dtype": caches.cache_dtype,

@@ -26,7 +26,7 @@ from kdecode.engine.loop import StepResult
 from kdecode.engine.request import Request
 from kdecode.engine.sampling import BadLogits, Draw, sample
 from kdecode.engine.scheduler import ScheduledStep
-from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, pack_model
+from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, pack_model, tile_format
 from kdecode.model.weights import CheckpointReader
 
 Progress = Callable[[str, int, int], None]
@@ -69,6 +69,7 @@ class Worker:
             trunk_format(engine),
             lambda done, total: progress("packing", done, total),
             engine.device,
+            engine.isa,
         )
         packed = time.perf_counter()
         self.caches = allocate_caches(self.packed, engine)
@@ -107,7 +108,9 @@ def _banned(request: Request) -> tuple[int, ...]:
 
 def trunk_format(engine: EngineConfig) -> TrunkFormat:
     """How the matrices outside the experts are packed: what the backend's decode steps read."""
-    return "tiles" if engine.decode_backend == "latency_specialized" else "rows"
+    if engine.decode_backend != "latency_specialized":
+        return "rows"
+    return tile_format(engine.isa, engine.lossless_packing)
 
 
 def check_context(config: ModelConfig, engine: EngineConfig) -> None:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from kdecode.config import MXFP4_GROUP, ModelConfig
+from kdecode.config import MXFP4_GROUP, LosslessPacking, ModelConfig
 from kdecode.kernels.common.matrix import (
     GROUP_BYTES,
     TILE_ROWS,
     Matrix,
     empty_huge,
     num_tiles,
+    pack12_shape,
     pack_mxfp4_tiles,
     pack_rows,
     pack_tiles,
@@ -40,7 +41,7 @@ from kdecode.model.parameters import (
 )
 from kdecode.model.weights import CheckpointReader
 
-TrunkFormat = Literal["rows", "tiles"]
+TrunkFormat = Literal["rows", "tiles", "tiles12"]
 _Packed = TypeVar("_Packed")
 
 
@@ -114,17 +115,24 @@ def pack_model(
     trunk_format: TrunkFormat,
     progress: Callable[[int, int], None] | None = None,
     device: str = "cpu",
+    isa: str | None = None,
 ) -> PackedModel:
     """Packs a checkpoint layer by layer; each layer's mapped pages are given back once copied.
 
     device: where the packed tensors stay; they are made on the host, a layer at a time, so that it
-    never holds a second model. progress(layers done, layers). Raises CheckpointError for a bad or
-    incomplete checkpoint and ValueError for a size that the format cannot hold.
+    never holds a second model. isa: of the kernels that prove "tiles12" exact, None for the best; a
+    matrix that does not pack well is in "tiles" there. progress(layers done, layers).
+
+    Raises CheckpointError for a bad or incomplete checkpoint and ValueError for a size that the
+    format cannot hold.
     """
-    if trunk_format not in ("rows", "tiles"):
-        raise ValueError(f"trunk_format is {trunk_format!r}; it must be rows or tiles.")
+    if trunk_format not in get_args(TrunkFormat):
+        raise ValueError(
+            f"trunk_format is {trunk_format!r}; it must be one of "
+            f"{', '.join(get_args(TrunkFormat))}."
+        )
     config = reader.config
-    pack = _Packer(config, trunk_format)
+    pack = _Packer(config, trunk_format, isa)
     embed = pack_rows([reader.load_embed()]).data
     reader.drop_outside()
     layers = []
@@ -145,6 +153,16 @@ def pack_model(
     reader.drop_outside()
     reader.finish()
     return to_device(packed, device)
+
+
+def tile_format(isa: str | None, packing: LosslessPacking) -> TrunkFormat:
+    """How the native kernels' bf16 matrices are stored; isa None is the best one there is."""
+    from kdecode.kernels.common.native import detect_isa
+    from kdecode.kernels.common.packed12 import FAST_ISAS
+
+    if packing == "auto":
+        packing = "on" if (isa or detect_isa()) in FAST_ISAS else "off"
+    return "tiles12" if packing == "on" else "tiles"
 
 
 def to_device(packed: _Packed, device: str) -> _Packed:
@@ -168,6 +186,7 @@ def to_device(packed: _Packed, device: str) -> _Packed:
 class _Packer:
     config: ModelConfig
     trunk_format: TrunkFormat
+    isa: str | None
 
     def layer(self, p: LayerParameters) -> PackedLayer:
         attention, mlp = p.attention, p.mlp
@@ -192,7 +211,19 @@ class _Packer:
         present = [weight for weight in weights if weight is not None]
         if self.trunk_format == "rows":
             return pack_rows(present)
-        return pack_tiles(present[0] if len(present) == 1 else torch.cat(present))
+        return self._packed(pack_tiles(present[0] if len(present) == 1 else torch.cat(present)))
+
+    def _packed(self, matrix: Matrix, out: Tensor | None = None) -> Matrix:
+        """A matrix in "tiles", in 12 bits a weight if that is the format and it packs well.
+
+        out: memory for the packed one.
+        """
+        if self.trunk_format != "tiles12":
+            return matrix
+        # Needs the native library, which engines with other formats do without.
+        from kdecode.kernels.common.packed12 import pack12
+
+        return pack12(matrix, self.isa, out) or matrix
 
     def _optional(self, weight: Tensor | None) -> Matrix | None:
         return None if weight is None else self.matrix(weight)
@@ -231,7 +262,8 @@ class _Packer:
             return PackedMlp(self._joined([p.gate_proj, p.up_proj]), self.matrix(p.down_proj))
         rows, cols = p.gate_proj.shape
         data = empty_huge((_pair_tiles(rows), cols // 2, TILE_ROWS, 2), torch.bfloat16)
-        return PackedMlp(_interleaved(p.gate_proj, p.up_proj, data, None), pack_tiles(p.down_proj))
+        gate_up = _interleaved(p.gate_proj, p.up_proj, data, None)
+        return PackedMlp(self._packed(gate_up), self.matrix(p.down_proj))
 
     def _moe(self, p: MoeParameters) -> PackedMoe:
         return PackedMoe(
@@ -258,6 +290,8 @@ class _Packer:
                 )
                 for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True))
             )
+        if self.config.moe.expert_format == "bf16" and self.trunk_format == "tiles12":
+            return self._packed_experts(p)
         gate_up = self._block(count, _pair_tiles(width), side)
         down = self._block(count, num_tiles(side), width)
         experts = []
@@ -268,6 +302,23 @@ class _Packer:
                 PackedMlp(
                     _interleaved(w1, w3, data, scales),
                     _into(w2, *(None if part is None else part[expert] for part in down)),
+                )
+            )
+        return tuple(experts)
+
+    def _packed_experts(self, p: MoeParameters) -> tuple[PackedMlp, ...]:
+        """bf16 experts in 12 bits a weight, each matrix that does not pack well in "tiles"."""
+        count = len(p.w1)
+        width, side = p.w1[0].shape
+        shapes = pack12_shape(2 * width, side), pack12_shape(side, width)
+        gate_up, down = (empty_huge((count, *shape), torch.uint8) for shape in shapes)
+        experts = []
+        for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True)):
+            data = torch.empty(_pair_tiles(width), side // 2, TILE_ROWS, 2, dtype=torch.bfloat16)
+            plain = _interleaved(w1, w3, data, None), pack_tiles(_dense(w2))
+            experts.append(
+                PackedMlp(
+                    self._packed(plain[0], gate_up[expert]), self._packed(plain[1], down[expert])
                 )
             )
         return tuple(experts)
@@ -327,12 +378,11 @@ def unpack_gated(mlp: PackedMlp) -> tuple[ExpertWeight, ExpertWeight, ExpertWeig
         rows = to_rows(gate_up)
         return rows[: gate_up.rows // 2], rows[gate_up.rows // 2 :], to_rows(mlp.down)
     halves = (
-        Matrix(
-            gate_up.format,
-            gate_up.rows // 2,
-            gate_up.cols,
-            gate_up.data[first::2],
-            None if gate_up.scales is None else gate_up.scales[first::2],
+        replace(
+            gate_up,
+            rows=gate_up.rows // 2,
+            data=gate_up.data[first::2],
+            scales=None if gate_up.scales is None else gate_up.scales[first::2],
         )
         for first in (0, 1)
     )

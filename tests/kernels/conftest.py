@@ -38,6 +38,40 @@ def _bf16(rows: int, cols: int, generator: torch.Generator) -> RandomMatrix:
     return RandomMatrix(Matrix("tiles", rows, cols, data), dense.double())
 
 
+def _bf16_in_12_bits(rows: int, cols: int, generator: torch.Generator) -> RandomMatrix:
+    """About one weight in 250 is outside the table of its tile: zeros, a subnormal, large numbers."""
+    made = _bf16(rows, cols, generator)
+    dense = made.dense.to(torch.bfloat16)
+    odd = torch.rand(rows, cols, generator=generator) < 0.004
+    odd_values = torch.tensor([0.0, -0.0, 1e-40, -3e6, 1e9, 5.0], dtype=torch.bfloat16)
+    dense[odd] = odd_values[torch.arange(int(odd.sum())) % len(odd_values)]
+    bits = _pad_rows(dense, 0).view(torch.int16).int() & 0xFFFF
+    tiles, corrections = [], []
+    for tile in bits.view(-1, 16, cols):
+        high = tile >> 8
+        table = high.flatten().bincount(minlength=256).argsort(descending=True, stable=True)[:16]
+        blocks = torch.zeros(cols // 8, 192, dtype=torch.int32)
+        first = len(corrections)
+        for block in range(cols // 8):
+            for line in range(4):
+                for number in range(32):
+                    weight = int(tile[number // 2, block * 8 + line * 2 + number % 2])
+                    place = number // 8 * 16 + line % 2 * 8 + number % 8
+                    found = (table == weight >> 8).nonzero().flatten().tolist()
+                    if not found:
+                        fix = block << 15 | line << 13 | number << 8 | weight >> 8
+                        corrections.append(fix)
+                    blocks[block, line // 2 * 64 + place] = weight & 0xFF
+                    blocks[block, 128 + place] += (found or [7])[0] << 4 * (line // 2)
+        numbers = torch.tensor([first, len(corrections) - first]).view(torch.uint8)
+        padding = torch.zeros(32, dtype=torch.uint8)
+        header = torch.cat([table.to(torch.uint8), numbers, padding])
+        tiles.append(torch.cat([header, blocks.to(torch.uint8).flatten()]))
+    fixes = torch.tensor(corrections, dtype=torch.int32) if corrections else None
+    matrix = Matrix("tiles12", rows, cols, torch.stack(tiles), corrections=fixes)
+    return RandomMatrix(matrix, dense.double())
+
+
 def _mxfp4(
     rows: int, cols: int, generator: torch.Generator, scale_bytes: tuple[int, int]
 ) -> RandomMatrix:
@@ -71,6 +105,8 @@ def random_matrix() -> Callable[..., RandomMatrix]:
         generator = torch.Generator().manual_seed(seed)
         if matrix_format == "tiles":
             return _bf16(rows, cols, generator)
+        if matrix_format == "tiles12":
+            return _bf16_in_12_bits(rows, cols, generator)
         return _mxfp4(rows, cols, generator, scale_bytes)
 
     return make

@@ -204,7 +204,7 @@ def check_mlps(packed: PackedModel, model: ModelParameters) -> None:
             check_gated(expert, *weights)
 
 
-@pytest.mark.parametrize("trunk_format", ["rows", "tiles"])
+@pytest.mark.parametrize("trunk_format", ["rows", "tiles", "tiles12"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_model_is_the_checkpoint(
     family: str, trunk_format: TrunkFormat, request: pytest.FixtureRequest
@@ -241,6 +241,8 @@ def formats(mlp: PackedMlp) -> set[str]:
         ("mini_checkpoint", "tiles", "mxfp4_tiles"),
         ("mini_linear_checkpoint", "rows", "rows"),
         ("mini_linear_checkpoint", "tiles", "tiles"),
+        ("mini_checkpoint", "tiles12", "mxfp4_tiles"),
+        ("mini_linear_checkpoint", "tiles12", "tiles12"),
     ],
 )
 def test_formats_and_the_order_of_gate_and_up(

@@ -1,6 +1,6 @@
 """Packed weight matrices: what every linear kernel reads.
 
-A `Matrix` is W [rows, cols] in one of three formats (see ARCHITECTURE.md, "Packed weights", and
+A `Matrix` is W [rows, cols] in one of four formats (see ARCHITECTURE.md, "Packed weights", and
 ``native.h`` for the byte order). Packing is exact: `to_rows` gives back the same bf16 bits, and for
 MXFP4 the same codes and scales. Knows nothing of models.
 
@@ -22,13 +22,15 @@ from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP
 
-MatrixFormat = Literal["rows", "tiles", "mxfp4_tiles"]
+MatrixFormat = Literal["rows", "tiles", "tiles12", "mxfp4_tiles"]
 
 TILE_ROWS = 16
 # Values of the E2M1 codes 0 to 7; code c + 8 is minus code c.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Bytes of codes that one tile has of one group of columns.
 GROUP_BYTES = TILE_ROWS * MXFP4_GROUP // 2
+# Of a tile of "tiles12".
+PACKED12_HEADER_BYTES = 64
 # Scale byte of 2^0, that rows without weights get.
 UNIT_SCALE = 127
 
@@ -40,7 +42,9 @@ class Matrix:
     """W [rows, cols].
 
     format "rows": ``data`` bf16 [rows, cols]. "tiles": ``data`` bf16 [ceil(rows/16), cols/2, 16,
-    2], missing rows zero. "mxfp4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 256], ``scales``
+    2], missing rows zero. "tiles12": the same in 12 bits a weight (`packed12.pack12`), ``data``
+    uint8 [ceil(rows/16), 64 + 24 * cols], ``corrections`` int32 [*], which matrices that are parts
+    of one may share. "mxfp4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 256], ``scales``
     uint8 [ceil(rows/16), cols/32, 16]; missing rows have code 0 and scale 127.
     """
 
@@ -49,11 +53,12 @@ class Matrix:
     cols: int
     data: Tensor
     scales: Tensor | None = None
+    corrections: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        scale_bytes = 0 if self.scales is None else self.scales.numel()
-        return self.data.numel() * self.data.element_size() + scale_bytes
+        tensors = (self.data, self.scales, self.corrections)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def empty_huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -78,6 +83,11 @@ def empty_huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def num_tiles(rows: int) -> int:
     """Tiles of a matrix of so many rows."""
     return -(-rows // TILE_ROWS)
+
+
+def pack12_shape(rows: int, cols: int) -> tuple[int, int]:
+    """Of the data of a matrix in "tiles12": 12 bits a weight and the headers."""
+    return num_tiles(rows), PACKED12_HEADER_BYTES + cols * TILE_ROWS * 3 // 2
 
 
 def pack_rows(weights: Sequence[Tensor], out: Tensor | None = None) -> Matrix:
@@ -153,6 +163,8 @@ def to_rows(matrix: Matrix) -> Tensor:
     rows, cols = matrix.rows, matrix.cols
     if matrix.format == "rows":
         return matrix.data
+    if matrix.format == "tiles12":
+        matrix = _plain_tiles(matrix)
     if matrix.format == "tiles":
         lines = matrix.data.contiguous().view(torch.int32).squeeze(-1)  # [tiles, cols/2, 16]
         pairs = torch.empty(lines.shape[0], TILE_ROWS, cols // 2, dtype=torch.int32)
@@ -175,6 +187,36 @@ def to_mxfp4(matrix: Matrix) -> tuple[Tensor, Tensor]:
     words = blocks.permute(0, 3, 1, 2).reshape(-1, groups * 4)[:rows].contiguous()
     scale = matrix.scales.transpose(1, 2).reshape(-1, groups)[:rows].contiguous()
     return _column_order(words).view(torch.uint8), scale
+
+
+def _plain_tiles(matrix: Matrix) -> Matrix:
+    """A matrix in "tiles12", in "tiles"."""
+    tiles = matrix.data.contiguous()
+    table = tiles[:, :TILE_ROWS]
+    blocks = tiles[:, PACKED12_HEADER_BYTES:].view(len(tiles), -1, 3, 64)
+    codes = blocks[:, :, 2]
+    codes = torch.stack([codes & 15, codes >> 4], dim=2)  # [tiles, blocks, pairs of lines, 64]
+    high = table.gather(1, codes.view(len(tiles), -1).long()).view_as(codes)
+    weights = (high.int() << 8 | blocks[:, :, :2].int()).to(torch.int16)
+    # Of the 64 weights of two lines: an eighth of each line in turn.
+    lines = weights.view(len(tiles), -1, 2, 4, 2, 8).transpose(3, 4).reshape(len(tiles), -1, 32)
+    if matrix.corrections is not None and matrix.corrections.numel():
+        _correct(lines, tiles, matrix.corrections)
+    shape = (len(tiles), matrix.cols // 2, TILE_ROWS, 2)
+    return Matrix("tiles", matrix.rows, matrix.cols, lines.view(shape).view(torch.bfloat16))
+
+
+def _correct(lines: Tensor, tiles: Tensor, corrections: Tensor) -> None:
+    """Sets the high bytes that are in no table. lines: int16 [tiles, cols/2, 32], changed."""
+    first = tiles[:, 16:24].contiguous().view(torch.int64).flatten()
+    count = tiles[:, 24:28].contiguous().view(torch.int32).flatten().long()
+    tile = torch.arange(len(tiles)).repeat_interleave(count)
+    start = (first - (count.cumsum(0) - count)).repeat_interleave(count)
+    used = corrections[torch.arange(len(tile)) + start]
+    # Below bit 15 there are two bits of line, five of the number in it, and the true high byte.
+    block, line = used >> 15 & 0x1FFFF, used >> 13 & 3
+    place = (tile, (block * 4 + line).long(), (used >> 8 & 31).long())
+    lines[place] = (lines[place] & 0xFF) | ((used & 0xFF) << 8).to(torch.int16)
 
 
 def _check_bf16(weight: Tensor) -> None:

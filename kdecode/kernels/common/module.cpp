@@ -1,12 +1,15 @@
 // The Python module `kdecode.kernels.common._native`.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 
 #include "bind.h"
 #include "kernel_table.h"
+#include "packed12.h"
 #include "probe.h"
 #include "steps.h"
 
@@ -57,10 +60,17 @@ class BoundProgram {
   const KernelTable& table_;
 };
 
-Tiles make_tiles(std::uintptr_t data, std::uintptr_t scales, std::int64_t rows, std::int64_t cols, TileFormat format) {
-  const bool is_bf16 = format == TileFormat::kBf16;
-  const int multiple = is_bf16 ? 2 : 32;
-  if (data == 0 || rows < 1 || cols < multiple || cols % multiple != 0 || is_bf16 != (scales == 0)) {
+int columns_multiple(TileFormat format) {
+  if (format == TileFormat::kPacked12) return kPacked12Columns;
+  return format == TileFormat::kBf16 ? 2 : 32;
+}
+
+// corrections: of kPacked12, null if no tile has one.
+Tiles make_tiles(std::uintptr_t data, std::uintptr_t scales, std::int64_t rows, std::int64_t cols, TileFormat format,
+                 std::uintptr_t corrections) {
+  const int multiple = columns_multiple(format);
+  const bool is_mxfp4 = format == TileFormat::kMxfp4;
+  if (data == 0 || rows < 1 || cols < multiple || cols % multiple != 0 || is_mxfp4 == (scales == 0)) {
     throw std::invalid_argument("Tiles of " + std::to_string(rows) + " rows and " + std::to_string(cols) +
                                 " columns: both have to be positive, the columns a multiple of " + std::to_string(multiple) +
                                 " in this format, and scales are there if and only if it is MXFP4.");
@@ -71,6 +81,7 @@ Tiles make_tiles(std::uintptr_t data, std::uintptr_t scales, std::int64_t rows, 
   tiles.rows = rows;
   tiles.cols = cols;
   tiles.format = format;
+  tiles.corrections = reinterpret_cast<const std::uint32_t*>(corrections);
   return tiles;
 }
 
@@ -78,6 +89,23 @@ void check_num_rows(int num_rows) {
   if (num_rows < 1 || num_rows > kMaxRows) {
     throw std::invalid_argument(std::to_string(num_rows) + " rows; a tile kernel takes 1 to " + std::to_string(kMaxRows) + ".");
   }
+}
+
+// The corrections, or None if there would be more than max_corrections.
+std::optional<std::vector<std::uint32_t>> run_pack12(const Tiles& source, std::uintptr_t out, std::int64_t max_corrections) {
+  if (source.format != TileFormat::kBf16 || source.cols % kPacked12Columns != 0 || source.cols > kPacked12MaxCols) {
+    throw std::invalid_argument("Only bf16 tiles are packed, with a multiple of " + std::to_string(kPacked12Columns) +
+                                " columns up to " + std::to_string(kPacked12MaxCols) + "; these have " +
+                                std::to_string(source.cols) + ".");
+  }
+  std::vector<std::uint32_t> corrections;
+  if (!pack12(source, reinterpret_cast<std::uint8_t*>(out), max_corrections, corrections)) return std::nullopt;
+  return corrections;
+}
+
+std::int64_t run_differing_tiles(const std::string& isa, const Tiles& w, const Tiles& other) {
+  if (w.rows != other.rows || w.cols != other.cols) throw std::invalid_argument("Two matrices of one shape can be compared.");
+  return differing_tiles(isa, w, other);
 }
 
 void run_tile_dot(const std::string& isa, const Tiles& w, int num_rows, std::uintptr_t x, std::uintptr_t y) {
@@ -111,9 +139,11 @@ void run_vmath(const std::string& isa, const std::string& function, std::uintptr
 }
 
 void bind_types(nb::module_& m) {
-  nb::enum_<TileFormat>(m, "TileFormat").value("bf16", TileFormat::kBf16).value("mxfp4", TileFormat::kMxfp4);
+  nb::enum_<TileFormat>(m, "TileFormat").value("bf16", TileFormat::kBf16).value("mxfp4", TileFormat::kMxfp4)
+      .value("packed12", TileFormat::kPacked12);
   nb::class_<Tiles>(m, "Tiles", "A packed matrix at given addresses; its memory is the caller's.")
-      .def(nb::new_(&make_tiles), nb::arg("data"), nb::arg("scales"), nb::arg("rows"), nb::arg("cols"), nb::arg("format"))
+      .def(nb::new_(&make_tiles), nb::arg("data"), nb::arg("scales"), nb::arg("rows"), nb::arg("cols"), nb::arg("format"),
+           nb::arg("corrections") = 0)
       .def_ro("rows", &Tiles::rows)
       .def_ro("cols", &Tiles::cols)
       .def_ro("format", &Tiles::format);
@@ -138,6 +168,10 @@ void bind_probes(nb::module_& m) {
         "y [tiles, num_rows, 16] fp32 = W x for x [num_rows, cols] bf16, on this thread.");
   m.def("time_tile_dot", run_time_tile_dot, released, nb::arg("pool"), nb::arg("isa"), nb::arg("w"), nb::arg("num_rows"),
         nb::arg("x"), nb::arg("y"), nb::arg("repeats"), "Seconds of each of `repeats` products, as tile_dot but on all threads.");
+  m.def("pack12", run_pack12, released, nb::arg("source"), nb::arg("out"), nb::arg("max_corrections"),
+        "Packs bf16 tiles at 12 bits a weight; their corrections, or None if there are more than that.");
+  m.def("differing_tiles", run_differing_tiles, released, nb::arg("isa"), nb::arg("w"), nb::arg("other"),
+        "Number of tiles that are not equal, bit by bit, once unpacked.");
   m.def("time_stream", run_time_stream, released, nb::arg("pool"), nb::arg("memory"), nb::arg("num_bytes"), nb::arg("repeats"),
         "Seconds of each of `repeats` passes in which all threads together read num_bytes (a multiple of 256) at memory.");
   m.def("vmath", run_vmath, released, nb::arg("isa"), nb::arg("function"), nb::arg("x"), nb::arg("second"), nb::arg("count"),

@@ -8,7 +8,7 @@ namespace kdecode {
 using bf16 = std::uint16_t;  // bit pattern of a bfloat16
 using fp8 = std::uint8_t;    // bit pattern of an OCP E4M3 number
 
-enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1 };
+enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1, kPacked12 = 2 };
 
 // A packed matrix W of `rows` output rows (padded with zeros to a multiple of 16) and `cols` input columns.
 //
@@ -18,15 +18,25 @@ enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1 };
 //         columns: its 16-bit word at lane i = row_in_tile * 2 + parity carries, from the low nibble up, the E2M1 codes of
 //         columns group * 32 + block * 8 + {0, 2, 4, 6} + parity of row_in_tile.
 //         scales[(tile * (cols / 32) + group) * 16 + row_in_tile], E8M0. cols is a multiple of 32.
+// kPacked12: kBf16 in 12 bits a weight. A tile is a header of 64 bytes, which begins with a table of 16 high bytes (packed12.h),
+//         and cols / 8 blocks of 192 bytes. A block is 4 lines of kBf16: 64 low bytes of lines 0 and 1, 64 of lines 2 and 3, then
+//         64 bytes of codes. Low byte b of a pair belongs to number b / 16 * 8 + b % 8 of its line b / 8 % 2; the index of its
+//         high byte is in byte b of the codes, in the low nibble for lines 0 and 1, in the high one for lines 2 and 3.
+//         corrections: weights whose high byte is not in the table; each tile's own are in the order of its blocks. cols is a
+//         multiple of 8.
 struct Tiles {
   const void* data = nullptr;
   const std::uint8_t* scales = nullptr;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
   TileFormat format = TileFormat::kBf16;
+  const std::uint32_t* corrections = nullptr;
 
   std::int64_t num_tiles() const { return (rows + 15) / 16; }
-  std::int64_t tile_bytes() const { return format == TileFormat::kBf16 ? cols * 32 : cols / 32 * 272; }
+  std::int64_t tile_bytes() const {
+    if (format == TileFormat::kPacked12) return 64 + cols * 24;
+    return format == TileFormat::kBf16 ? cols * 32 : cols / 32 * 272;
+  }
 };
 
 inline constexpr int kTileRows = 16;

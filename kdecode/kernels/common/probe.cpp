@@ -54,6 +54,21 @@ std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int it
   return faults.load();
 }
 
+std::int64_t differing_tiles(const std::string& isa, const Tiles& w, const Tiles& other) {
+  const KernelTable& table = kernel_table(isa);
+  const std::int64_t num_tiles = w.num_tiles(), numbers = w.cols * kTileRows;
+  std::int64_t differing = 0;
+#pragma omp parallel for schedule(static) reduction(+ : differing)
+  for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
+    // The last tile may have fewer rows; what it leaves is equal in both.
+    std::vector<bf16> ours(numbers), theirs(numbers);
+    table.unpack_tile(w, tile, ours.data());
+    table.unpack_tile(other, tile, theirs.data());
+    differing += ours != theirs;
+  }
+  return differing;
+}
+
 std::vector<double> time_stream(Pool& pool, const std::uint64_t* memory, std::int64_t num_bytes, int repeats) {
   const std::int64_t words = num_bytes / 8;
   std::atomic<std::uint64_t> sink{0};

@@ -14,6 +14,9 @@ namespace kdecode {
 // items of all were not handed out exactly once, plus the phases that began before the one before it was complete.
 std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int items);
 
+// Tiles of two matrices of one shape whose numbers differ in a bit, after both have been unpacked.
+std::int64_t differing_tiles(const std::string& isa, const Tiles& w, const Tiles& other);
+
 // Seconds of each of `repeats` passes in which all threads together read `num_bytes` at `memory` once, in order.
 std::vector<double> time_stream(Pool& pool, const std::uint64_t* memory, std::int64_t num_bytes, int repeats);
 

@@ -2,6 +2,8 @@
 //
 //   dot_bf16(lines, pairs, num_rows, x, y)             y = 16 rows of W times x, W in kBf16 lines
 //   dot_mxfp4(codes, scales, groups, num_rows, x, y)   the same for MXFP4
+//   dot_packed12(tile, num_rows, x, y)                 the same for kPacked12: the very sums of dot_bf16
+//   decode_block(block, table, lines)                  192 bytes of a packed tile -> 4 kBf16 lines, not corrected
 //   decode_group(codes, lines)                         256 bytes of codes -> 16 kBf16 lines, not scaled
 //
 // An MXFP4 group's 32 products of a code with x are summed in fp32 and multiplied by the group's scale once. A scale byte s is
@@ -12,11 +14,13 @@
 
 #if defined(__AVX512BF16__)
 #include "tile_dot_avx512.h"
+#include "tile_packed12_avx512.h"
 #elif defined(__AVX2__)
 #include "tile_dot_avx2.h"
 #else
 #include "tile_dot_portable.h"
 #endif
+#include "packed12_reader.h"
 
 namespace kdecode::KD_NS {
 namespace {
@@ -33,6 +37,15 @@ void transpose_lines(const bf16* lines, std::int64_t num_lines, int num_rows, st
     for (std::int64_t line = 0; line < num_lines; ++line) {
       std::memcpy(to + line * 2, lines + line * kLineValues + row * 2, 2 * sizeof(bf16));
     }
+  }
+}
+
+// All lines of a tile, a piece at a time, so that its lines stay in the first-level cache for all 16 rows.
+template <class Lines>
+void transpose_pieces(Lines& lines, std::int64_t pairs, int num_rows, std::int64_t stride, bf16* out) {
+  for (std::int64_t pair = 0; pair < pairs; pair += kGroupLines) {
+    const std::int64_t count = pairs - pair < kGroupLines ? pairs - pair : kGroupLines;
+    transpose_lines(lines.take(pair, count), count, num_rows, stride, out + pair * 2);
   }
 }
 
@@ -62,22 +75,27 @@ void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const
     dot_bf16(static_cast<const bf16*>(w.data) + tile * pairs * kLineValues, pairs, num_rows, x, y);
     return;
   }
+  if (w.format == TileFormat::kPacked12) return dot_packed12(Packed12Tile(w, tile), num_rows, x, y);
   const std::int64_t groups = w.cols / kGroupColumns, first = tile * groups;
   dot_mxfp4(static_cast<const std::uint8_t*>(w.data) + first * kGroupBytes, w.scales + first * kTileRows, groups, num_rows, x, y);
+}
+
+void decode_lines(const Tiles& w, std::int64_t tile, bf16* lines) {
+  Packed12Tile packed(w, tile);
+  decode_in_order(packed, 0, w.cols / 2, lines);
 }
 
 void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out) {
   const std::int64_t missing = (tile + 1) * kTileRows - w.rows;
   const int num_rows = missing > 0 ? static_cast<int>(kTileRows - missing) : kTileRows;
+  const std::int64_t pairs = w.cols / 2;
   if (w.format == TileFormat::kBf16) {
-    // A piece at a time, so that all its lines stay in the first-level cache for all 16 rows.
-    const std::int64_t pairs = w.cols / 2;
-    const bf16* const lines = static_cast<const bf16*>(w.data) + tile * pairs * kLineValues;
-    for (std::int64_t pair = 0; pair < pairs; pair += kGroupLines) {
-      const std::int64_t count = pairs - pair < kGroupLines ? pairs - pair : kGroupLines;
-      transpose_lines(lines + pair * kLineValues, count, num_rows, w.cols, out + pair * 2);
-    }
-    return;
+    PlainLines lines{static_cast<const bf16*>(w.data) + tile * pairs * kLineValues};
+    return transpose_pieces(lines, pairs, num_rows, w.cols, out);
+  }
+  if (w.format == TileFormat::kPacked12) {
+    Packed12Lines<kGroupLines> lines(Packed12Tile(w, tile));
+    return transpose_pieces(lines, pairs, num_rows, w.cols, out);
   }
   alignas(64) bf16 lines[kGroupLines * kLineValues];
   const std::int64_t groups = w.cols / kGroupColumns;

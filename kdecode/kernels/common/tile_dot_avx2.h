@@ -7,6 +7,8 @@
 #include <cstring>
 
 #include "native.h"
+#include "tile_packed12_avx2.h"
+#include "packed12_reader.h"
 
 namespace kdecode::KD_NS {
 namespace {
@@ -91,20 +93,31 @@ inline void decode_group(const std::uint8_t* codes, bf16* lines) {
   }
 }
 
-void dot_bf16(const bf16* lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
+template <class Lines>
+void dot_lines(Lines& lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
   float wide[kMaxRows][kPairsAPiece * 2];
   Sums sums[kMaxRows];
   for (int r = 0; r < num_rows; ++r) sums[r] = zero_sums();
   for (std::int64_t p = 0; p < pairs; p += kPairsAPiece) {
     const std::int64_t count = std::min<std::int64_t>(kPairsAPiece, pairs - p);
     for (int r = 0; r < num_rows; ++r) widen(x[r] + p * 2, count, wide[r]);
-    add_lines(lines + p * 32, count, num_rows, wide, sums);
+    add_lines(lines.take(p, count), count, num_rows, wide, sums);
   }
   for (int r = 0; r < num_rows; ++r) {
     for (int half = 0; half < 2; ++half) {
       _mm256_storeu_ps(y + r * kTileRows + half * 8, _mm256_add_ps(sums[r].even[half], sums[r].odd[half]));
     }
   }
+}
+
+void dot_bf16(const bf16* lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
+  PlainLines plain{lines};
+  dot_lines(plain, pairs, num_rows, x, y);
+}
+
+void dot_packed12(const Packed12Tile& tile, int num_rows, const bf16* const* x, float* y) {
+  Packed12Lines<kPairsAPiece> lines(tile);
+  dot_lines(lines, tile.num_blocks * kPacked12Lines, num_rows, x, y);
 }
 
 constexpr int kGroupPairs = 16;

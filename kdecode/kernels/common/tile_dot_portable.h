@@ -5,6 +5,8 @@
 #include <cstring>
 
 #include "native.h"
+#include "tile_packed12_portable.h"
+#include "packed12_reader.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 #error "the tile formats are little-endian"
@@ -55,14 +57,26 @@ void decode_group(const std::uint8_t* codes, bf16* lines) {
   }
 }
 
-void dot_bf16(const bf16* lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
+constexpr std::int64_t kPiece = 128;  // lines that stay in the first-level cache for all rows
+
+template <class Lines>
+void dot_lines(Lines& lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
   std::fill(y, y + num_rows * kTileRows, 0.0f);
-  // The lines of a piece stay in the first-level cache for all rows.
-  constexpr std::int64_t kPiece = 128;
   for (std::int64_t p = 0; p < pairs; p += kPiece) {
     const std::int64_t count = std::min(kPiece, pairs - p);
-    for (int r = 0; r < num_rows; ++r) add_lines(lines + p * 32, count, x[r] + p * 2, y + r * kTileRows);
+    const bf16* const piece = lines.take(p, count);
+    for (int r = 0; r < num_rows; ++r) add_lines(piece, count, x[r] + p * 2, y + r * kTileRows);
   }
+}
+
+void dot_bf16(const bf16* lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
+  PlainLines plain{lines};
+  dot_lines(plain, pairs, num_rows, x, y);
+}
+
+void dot_packed12(const Packed12Tile& tile, int num_rows, const bf16* const* x, float* y) {
+  Packed12Lines<kPiece> lines(tile);
+  dot_lines(lines, tile.num_blocks * kPacked12Lines, num_rows, x, y);
 }
 
 void dot_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,

@@ -11,6 +11,7 @@ from kdecode.kernels.common.native import MAX_ROWS, supported_isas, tiles
 # Rows that do not fill their last tile; odd numbers of pairs, groups and pieces of the blocking.
 SIZES = {
     "tiles": ((16, 2), (5, 6), (33, 64), (48, 514), (16, 1030)),
+    "tiles12": ((16, 8), (5, 24), (33, 64), (20, 520)),
     "mxfp4_tiles": ((16, 32), (5, 96), (33, 64), (48, 544)),
 }
 CASES = [(name, rows, cols) for name, sizes in SIZES.items() for rows, cols in sizes]
