@@ -21,6 +21,12 @@ RULES: dict[str, tuple[str, ...]] = {
         "model.stages",
         "model.mxfp4",
     ),
+    "model.draft_reference": (
+        "config",
+        "model.draft_parameters",
+        "model.parameters",
+        "model.reference",
+    ),
     "model.stages": ("config",),
     "model.tokenizer": (),
     "cache": ("config", "cache"),
