@@ -40,15 +40,18 @@ def _one_thread() -> Iterator[None]:
 
 
 def _run(model: Model, device: str, cache_dtype: str) -> tuple[Session, list[Tensor]]:
-    """Chunks of two prompts, a mixed step with pages that are not consecutive, decode steps."""
+    """Chunks in both forms of attention, a mixed step, decode steps; one request's pages apart."""
     session = Session(model, cache_dtype, device=device)
-    first, second = session.start(skip_pages=2), session.start(max_tokens=20)
-    ids = tokens_of(120, seed=3)
+    first, second = session.start(max_tokens=64, skip_pages=2), session.start(max_tokens=128)
+    assert second.pages[:3] == (0, 1, 6)
+    ids = tokens_of(160, seed=3)
     logits = [
-        session.run((first, ids[:70])),
-        session.run((first, ids[70:71]), (second, ids[71:81])),
-        session.run((first, ids[81:82]), (second, ids[82:83])),
-        session.run((first, ids[83:84])),
+        session.run((second, ids[:40])),
+        session.run((second, ids[40:80])),
+        session.run((second, ids[80:90])),
+        session.run((first, ids[90:110]), (second, ids[110:111])),
+        session.run((first, ids[111:112]), (second, ids[112:113])),
+        session.run((first, ids[113:114])),
     ]
     return session, [host(rows) for rows in logits]
 
