@@ -6,11 +6,11 @@ machine and do not depend on what else is written. Knows names only through `ros
 
 Scales. Projections have a spread of gain / sqrt(fan_in) and two strong directions, so that vectors
 of unit RMS keep a size of about one through depth; decays have half-lives that are spread evenly in
-log scale from 1 to 1000 tokens; attention-residual scores spread by about 0.35; logits of the head by
-about 2.5, and each token has a few successors whose logits it lifts. Routing follows the token, as
-it largely does in trained models: an embedding carries the directions of top-k experts, which every
-router reads in an order of its own, so that the chosen experts stand clear of the rest; and one
-expert more or less is a small part of the residual, so that a rounding that changes a choice
+log scale from 1 to 1000 tokens; attention-residual scores spread by about 0.35; logits of the head
+by about 2.5, and each token has a few successors whose logits it lifts. Routing follows the token,
+as it largely does in trained models: an embedding carries the directions of top-k experts, which
+every router reads in an order of its own, so that the chosen experts stand clear of the rest; and
+one expert more or less is a small part of the residual, so that a rounding that changes a choice
 changes little.
 """
 
