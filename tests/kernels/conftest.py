@@ -39,7 +39,7 @@ def _bf16(rows: int, cols: int, generator: torch.Generator) -> RandomMatrix:
 
 
 def _bf16_in_12_bits(rows: int, cols: int, generator: torch.Generator) -> RandomMatrix:
-    """About one weight in 250 is outside the table of its tile: zeros, a subnormal, large numbers."""
+    """About one weight in 250 is outside its tile's table: zeros, a subnormal, large numbers."""
     made = _bf16(rows, cols, generator)
     dense = made.dense.to(torch.bfloat16)
     odd = torch.rand(rows, cols, generator=generator) < 0.004
