@@ -245,12 +245,14 @@ class RequestState:
 class Options:
     """How `forward` computes, where two ways are equal in exact arithmetic.
 
-    on_layer is called with (layer, prefix [T, M]) after each layer.
+    on_layer is called with (layer, prefix [T, M]) after each layer; on_kda with (layer, kda_proj,
+    kda_qkv, kda_decay, kda_beta) before the recurrence of each KDA layer.
     """
 
     kda_form: KdaForm = "recurrent"
     chunk_tokens: int = 64
     on_layer: Callable[[int, Tensor], None] | None = None
+    on_kda: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
 
 def forward(
@@ -298,6 +300,8 @@ def _kda(
     proj = kda_in_proj(p, attn_in, rounding)
     qkv, state.windows[layer] = kda_conv(p, proj, state.windows[layer], rounding)
     g, beta = kda_gate(p, kda, proj, rounding)
+    if options.on_kda is not None:
+        options.on_kda(layer, proj, qkv, g, beta)
     recurrent = state.recurrent[layer]
     if options.kda_form == "recurrent":
         out, recurrent = kda_step(kda, qkv, g, beta, recurrent, rounding)
