@@ -29,8 +29,8 @@ from kdecode.testing.compare import assert_close, near_tie
 
 PROMPT, DECODED = 40, 64
 BIAS = "e_score_correction_bias"
-# Logits deviate by about 2.5. Measured RMS-error ratios: 0.009 to 0.010 from gold for either backend,
-# 0.011 to 0.012 for transformers, 0.013 to 0.015 between the sides.
+# Logits deviate by about 2.5. Measured RMS-error ratios: 0.009 to 0.010 from gold for either of our
+# backends, 0.011 to 0.012 for transformers, 0.013 to 0.015 between the sides.
 BF16 = Tolerance(rtol=0.05, atol=0.4, rms_ratio=0.03)
 # Neither engine backend may be noisier than transformers by more than this factor.
 NOISE_FACTOR = 1.2
