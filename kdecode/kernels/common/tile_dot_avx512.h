@@ -20,12 +20,19 @@ inline __m512 dot_pair(__m512 acc, __m512i weights, const bf16* x) {
 // With few rows a loop waits for memory, and the hardware prefetcher does better alone; from here on it waits for arithmetic, so
 // that too few loads are in flight for the prefetcher to keep up.
 constexpr int kPrefetchRows = 3;
-constexpr std::int64_t kPrefetchBytes = 2048;
+// From here on a line takes long enough to come from the second-level cache, and what is fetched far ahead is not evicted there.
+constexpr int kFarPrefetchRows = 6;
 
-// Fetches the 64-byte line that is kPrefetchBytes after `offset` of `size` bytes at `data`, or the last one.
-inline void prefetch_line(const void* data, std::int64_t offset, std::int64_t size) {
-  const std::int64_t ahead = offset + kPrefetchBytes;
-  _mm_prefetch(static_cast<const char*>(data) + (ahead < size ? ahead : size - 1), _MM_HINT_T0);
+// Asks for what is a few lines after `at`. Not kept within the tile: the next one usually follows, and asking for an address that
+// does not exist is harmless.
+template <int kRows, int kFarRows = kFarPrefetchRows>
+inline void prefetch_ahead(const void* at) {
+  const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(at);
+  if constexpr (kRows >= kFarRows) {
+    _mm_prefetch(reinterpret_cast<const char*>(address + 8192), _MM_HINT_T1);
+  } else if constexpr (kRows >= kPrefetchRows) {
+    _mm_prefetch(reinterpret_cast<const char*>(address + 4096), _MM_HINT_T0);
+  }
 }
 
 template <int kRows>
@@ -35,10 +42,8 @@ void dot_bf16_rows(const bf16* lines, std::int64_t pairs, const bf16* const* x, 
   for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
   std::int64_t p = 0;
   for (; p + 2 <= pairs; p += 2) {
-    if (kRows >= kPrefetchRows) {
-      prefetch_line(lines, p * 64, pairs * 64);
-      prefetch_line(lines, p * 64 + 64, pairs * 64);
-    }
+    prefetch_ahead<kRows>(lines + p * 32);
+    prefetch_ahead<kRows>(lines + p * 32 + 32);
     const __m512i first = _mm512_loadu_si512(lines + p * 32);
     const __m512i second = _mm512_loadu_si512(lines + p * 32 + 32);
     for (int r = 0; r < kRows; ++r) {
@@ -78,7 +83,7 @@ void dot_mxfp4_rows(const std::uint8_t* codes, const std::uint8_t* scales, std::
 #pragma GCC unroll 4
     for (int block = 0; block < 4; ++block) {
       const __m512i line = _mm512_loadu_si512(codes + group * 256 + block * 64);
-      if (kRows >= kPrefetchRows) prefetch_line(codes, group * 256 + block * 64, groups * 256);
+      prefetch_ahead<kRows, kPrefetchRows>(codes + group * 256 + block * 64);
       const std::int64_t column = group * 32 + block * 8;
       const __m512i w0 = decode<0>(line, table);
       for (int r = 0; r < kRows; ++r) even[r] = dot_pair(even[r], w0, x[r] + column);

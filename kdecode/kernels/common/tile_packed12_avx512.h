@@ -51,16 +51,13 @@ struct LineSums {
 template <int kRows>
 void dot_packed12_rows(Packed12Tile tile, const bf16* const* x, float* y) {
   const __m512i table = packed12_table(tile.table);
-  const std::int64_t size = tile.num_blocks * kPacked12BlockBytes;
   LineSums<kRows> sums;
   for (std::int64_t block = 0; block < tile.num_blocks;) {
     const std::int64_t stop = tile.next < tile.end ? corrected_block(*tile.next) : tile.num_blocks;
     for (; block < stop; ++block) {
-      const std::int64_t at = block * kPacked12BlockBytes;
-      if (kRows >= kPrefetchRows) {
-        for (int line = 0; line < 3; ++line) prefetch_line(tile.blocks, at + line * 64, size);
-      }
-      const DecodedBlock decoded(tile.blocks + at, table);
+      const std::uint8_t* const at = tile.blocks + block * kPacked12BlockBytes;
+      for (int line = 0; line < 3; ++line) prefetch_ahead<kRows, kPrefetchRows>(at + line * 64);
+      const DecodedBlock decoded(at, table);
       sums.add(decoded.line, x, block * kPacked12Columns);
     }
     if (block == tile.num_blocks) break;
