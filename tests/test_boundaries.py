@@ -33,14 +33,15 @@ RULES: dict[str, tuple[str, ...]] = {
     "prefill": ("config", "model", "kernels.table", "kernels.contract", "cache", "prefill"),
     "speculative": ("config", "speculative", "decode", "prefill", "cache", "model"),
     "bench": ("bench", "config", "engine", "model.tokenizer"),
+    "server": ("config", "engine", "model.chat", "model.tokenizer", "server"),
     "engine": ("config", "engine", "decode", "prefill", "cache", "model", "testing"),
 }
 # Modules that may import more than their package.
 EXCEPTIONS: dict[str, tuple[str, ...]] = {"bench.kernel": ("kernels.common",)}
 FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "kernels": ("decode", "engine", "prefill", "bench", "model", "cache"),
-    "decode": ("engine", "bench", "cli", "speculative"),
-    "model": ("decode", "engine", "bench", "cache", "prefill", "cli", "speculative"),
+    "kernels": ("decode", "engine", "prefill", "bench", "model", "cache", "server"),
+    "decode": ("engine", "bench", "cli", "speculative", "server"),
+    "model": ("decode", "engine", "bench", "cache", "prefill", "cli", "speculative", "server"),
 }
 
 

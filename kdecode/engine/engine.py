@@ -200,6 +200,7 @@ class LLM:
             "coverage": runner.stats.coverage,
             "waiting": self._loop.scheduler.num_waiting,
             "running": self._loop.scheduler.num_running,
+            "preemptions": self._loop.scheduler.num_preemptions,
             "pages_used": caches.page_pool.num_used,
             "slots_used": caches.slot_pool.num_used,
             "packed_bytes": packed_bytes(self._worker.packed),

@@ -46,6 +46,7 @@ class Event:
     text: what can be shown now; empty while a character or a stop string is undecided. logits
     [vocab]: what the token was chosen from, for requests that follow a given reply. logprobs: of
     the token, where they were asked for. time_ns: when the token was known, by the loop's clock.
+    first_step_ns: when the first step began that computed any of the request.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Event:
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
     time_ns: int = 0
+    first_step_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -198,4 +200,5 @@ class StepLoop:
             finish_reason=request.finish_reason,
             logprobs=request.logprobs[-1] if has_logprobs else None,
             time_ns=request.timing.token_ns[-1] if token is not None else self._clock(),
+            first_step_ns=request.timing.first_step_ns,
         )

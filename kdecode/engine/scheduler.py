@@ -78,6 +78,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._was_decode = False
+        self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
@@ -220,6 +221,7 @@ class Scheduler:
         self._release(request)
         request.move("waiting")
         request.num_preemptions += 1
+        self.num_preemptions += 1
         # The youngest that ran is older than all that wait.
         self._waiting.appendleft(request)
 

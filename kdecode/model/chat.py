@@ -124,7 +124,7 @@ def split_reply(tokenizer: Tokenizer, ids: Iterable[int], thinking: bool = True)
     """(reasoning, response) of a generated reply, found by token id, never by text.
 
     The reply starts inside the channel that the prompt opened. A reply cut short anywhere is split
-    the same way; the tools channel is in neither text.
+    the same way; the tools channel is in neither text, and no special token is in any.
     """
     if chat_format(tokenizer) == "kimi_linear":
         stop = tokenizer.special_id(IM_END)
@@ -138,7 +138,7 @@ def split_reply(tokenizer: Tokenizer, ids: Iterable[int], thinking: bool = True)
         if token_id in (open_id, close_id):
             tag_opener, tag = token_id, []
         elif tag_opener is not None and token_id == sep_id:
-            name = tokenizer.decode(tag).split(" ")[0]
+            name = tokenizer.decode(tag, skip_special=True).split(" ")[0]
             if tag_opener == open_id:
                 channel = name
             elif name == channel:
@@ -148,7 +148,10 @@ def split_reply(tokenizer: Tokenizer, ids: Iterable[int], thinking: bool = True)
             tag.append(token_id)
         elif channel in channels:
             channels[channel].append(token_id)
-    return tokenizer.decode(channels["think"]), tokenizer.decode(channels["response"])
+    reasoning, response = (
+        tokenizer.decode(channels[name], skip_special=True) for name in ("think", "response")
+    )
+    return reasoning, response
 
 
 def _until(ids: Iterable[int], stop: int) -> Iterator[int]:

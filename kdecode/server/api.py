@@ -1,0 +1,197 @@
+"""The HTTP application: routes, and how a request ends when its client does.
+
+Owns paths and status codes of the OpenAI-compatible interface. What requests mean is `schema`'s and
+`service`'s; the process around it (sockets, signals) is the command's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kdecode.engine.async_engine import AsyncEngine
+from kdecode.engine.engine import LLM
+from kdecode.server import errors
+from kdecode.server.errors import ApiError, JsonResponse
+from kdecode.server.guard import Guard, Limits
+from kdecode.server.metrics import Metrics
+from kdecode.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from kdecode.server.service import Prepared, Run, Service
+
+# Nobody reads this answer: its client has gone.
+CLIENT_CLOSED = 499
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """served_names: what clients call the model. api_keys: none for a server open to all."""
+
+    served_names: Sequence[str]
+    api_keys: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
+
+
+def create_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
+    """The application around a running engine, which it stops when it ends."""
+    fingerprint = config_fingerprint(engine.llm)
+    metrics = Metrics(engine.llm, config.served_names[0])
+    engine.llm.loop.watcher = metrics.on_step
+    service = Service(engine, metrics, config.served_names, fingerprint["digest"])
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await engine.stop()
+
+    app = FastAPI(
+        title="kdecode", version=metadata.version("kdecode"), lifespan=lifespan, docs_url=None
+    )
+    app.add_middleware(Guard, api_keys=config.api_keys, limits=config.limits)
+    errors.install(app)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_information(app, service, fingerprint)
+    return app
+
+
+def config_fingerprint(llm: LLM) -> dict[str, Any]:
+    """What the engine resolved, and a digest that two equal configurations share."""
+    config = llm.resolved_config()
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return {"digest": hashlib.sha256(canonical.encode()).hexdigest()[:16], "config": config}
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    async def answer(prepared: Prepared, body: GenerationRequest, request: Request) -> Response:
+        run = await service.start(prepared)
+        if body.stream:
+            return _RunResponse(run, body)
+        return await _whole_or_gone(run, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await answer(await service.completion(body), body, request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await answer(await service.chat(body), body, request)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    tokenizer = service.engine.llm.tokenizer
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        ids = await service.tokenize(body)
+        document: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": service.max_context_tokens,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            document["token_strs"] = [tokenizer.decode([token]) for token in ids]
+        return JsonResponse(document)
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        return JsonResponse({"prompt": tokenizer.decode(body.tokens)})
+
+
+def _add_information(app: FastAPI, service: Service, fingerprint: dict[str, Any]) -> None:
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "kdecode",
+            "root": service.served_names[0],
+            "parent": None,
+            "max_model_len": service.max_context_tokens,
+        }
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [*map(card, service.served_names)]})
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return JsonResponse(card(name))
+
+    @app.get("/health", response_model=None)
+    @app.get("/ping", response_model=None)
+    async def health() -> Response:
+        if not service.engine.is_running:
+            raise ApiError(503, "The engine runs no more.", "engine_stopped")
+        return Response(status_code=200)
+
+    @app.get("/version", response_model=None)
+    async def version() -> Response:
+        return JsonResponse({"version": app.version})
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics.text(), media_type=_METRICS_TYPE)
+
+    @app.get("/config/fingerprint", response_model=None)
+    async def config() -> Response:
+        return JsonResponse(fingerprint)
+
+
+class _RunResponse(StreamingResponse):
+    """A stream that frees its request however it ends, a client that leaves included."""
+
+    def __init__(self, run: Run, body: GenerationRequest) -> None:
+        super().__init__(
+            run.stream(body),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.close()
+
+
+async def _whole_or_gone(run: Run, request: Request) -> Response:
+    """The document, unless the client leaves before it is complete."""
+    reply = asyncio.ensure_future(run.whole())
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not reply.done():
+            return Response(status_code=CLIENT_CLOSED)
+        return JsonResponse(reply.result())
+    finally:
+        run.close()
+        for task in (reply, gone):
+            task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

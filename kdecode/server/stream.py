@@ -1,0 +1,267 @@
+"""Replies in OpenAI's shapes, as chunks of a stream and whole.
+
+Owns the two documents, which are put together from the same pieces, so that a stream adds up to the
+whole. Does not know HTTP, the engine or how requests are read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kdecode.engine.loop import Event
+from kdecode.model.tokenizer import Tokenizer
+from kdecode.server.errors import dumps
+from kdecode.server.parser import Delta, ReplyParser
+
+Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(document: Json) -> bytes:
+    return b"data: " + dumps(document) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every document of one reply begins with. prompt_tokens: of all prompts together."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    prompt_tokens: int
+
+
+class Choice(ABC):
+    """One choice of a reply, fed with the events of its request."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, parser: ReplyParser) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self._tokenizer = tokenizer
+        self._parser = parser
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._parser.num_reasoning_tokens
+
+    def feed(self, event: Event) -> Json | None:
+        """The chunk's entry in `choices`; None while nothing new can be seen."""
+        deltas = self._parser.push(event)
+        self.num_tokens += event.token_id is not None
+        if self._parser.is_stopped:
+            self.finish_reason = "stop"
+        elif event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+        return self._piece(deltas, event)
+
+    @abstractmethod
+    def _piece(self, deltas: Sequence[Delta], event: Event) -> Json | None: ...
+
+    @abstractmethod
+    def whole(self) -> Json: ...
+
+
+class CompletionChoice(Choice):
+    """Text alone. echo: the prompt's text, in front."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, parser: ReplyParser, echo: str = ""
+    ) -> None:
+        super().__init__(index, tokenizer, parser)
+        self._texts: list[str] = []
+        self._echo = echo
+        self._logprobs: Json | None = None
+        self._offset = 0
+
+    def _piece(self, deltas: Sequence[Delta], event: Event) -> Json | None:
+        text = "".join(delta.text for delta in deltas)
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        logprobs = self._entry(event)
+        if not text and logprobs is None and self.finish_reason is None:
+            return None
+        self._texts.append(text)
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+    def _entry(self, event: Event) -> Json | None:
+        told = event.logprobs
+        if told is None or event.token_id is None:
+            return None
+        token = self._tokenizer.decode([event.token_id])
+        entry: Json = {
+            "tokens": [token],
+            "token_logprobs": [told.logprob],
+            "top_logprobs": [{self._tokenizer.decode([i]): value for i, value in told.top}],
+            "text_offset": [self._offset],
+        }
+        self._offset += len(token)
+        if self._logprobs is None:
+            self._logprobs = {name: [] for name in entry}
+        for name, values in entry.items():
+            self._logprobs[name] += values
+        return entry
+
+    def whole(self) -> Json:
+        return {
+            "index": self.index,
+            "text": "".join(self._texts),
+            "logprobs": self._logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+
+class ChatChoice(Choice):
+    """A message: reasoning under both of its names, content, tool calls."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, parser: ReplyParser, call_prefix: str
+    ) -> None:
+        super().__init__(index, tokenizer, parser)
+        self._call_prefix = f"call_{call_prefix}_{index}_"
+        self._has_begun = False
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[Json] = []
+        self._logprobs: list[Json] | None = None
+
+    def _piece(self, deltas: Sequence[Delta], event: Event) -> Json | None:
+        delta: Json = {}
+        if not self._has_begun:
+            self._has_begun = True
+            delta = {"role": "assistant", "content": ""}
+        reasoning = "".join(item.text for item in deltas if item.kind == "reasoning")
+        content = "".join(item.text for item in deltas if item.kind == "content")
+        calls = self._call_pieces(deltas)
+        if reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = reasoning
+            self._reasoning.append(reasoning)
+        if content:
+            delta["content"] = content
+            self._content.append(content)
+        if calls:
+            delta["tool_calls"] = calls
+        if self._calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        logprobs = self._entry(event)
+        if not delta and logprobs is None and self.finish_reason is None:
+            return None
+        return {
+            "index": self.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+    def _call_pieces(self, deltas: Sequence[Delta]) -> list[Json]:
+        """The chunk's pieces of calls; the same texts are added to the whole calls."""
+        pieces: list[Json] = []
+        for delta in deltas:
+            if delta.kind == "tool_name":
+                call_id = f"{self._call_prefix}{delta.call}"
+                head = {"id": call_id, "type": "function"}
+                pieces.append(
+                    {
+                        "index": delta.call,
+                        **head,
+                        "function": {"name": delta.text, "arguments": ""},
+                    }
+                )
+                self._calls.append({**head, "function": {"name": delta.text, "arguments": ""}})
+            elif delta.kind == "tool_arguments":
+                self._calls[delta.call]["function"]["arguments"] += delta.text
+                if not pieces or pieces[-1]["index"] != delta.call:
+                    pieces.append({"index": delta.call, "function": {"arguments": ""}})
+                pieces[-1]["function"]["arguments"] += delta.text
+        return pieces
+
+    def _entry(self, event: Event) -> Json | None:
+        """Logprobs of a token of the answer's text; other channels have none."""
+        told = event.logprobs
+        if told is None or event.token_id is None or not self._parser.in_answer:
+            return None
+        entry = self._token(event.token_id, told.logprob)
+        entry["top_logprobs"] = [self._token(i, value) for i, value in told.top]
+        if self._logprobs is None:
+            self._logprobs = []
+        self._logprobs.append(entry)
+        return {"content": [entry], "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self._tokenizer.decode([token_id]),
+            "logprob": logprob,
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+    def whole(self) -> Json:
+        reasoning = "".join(self._reasoning) or None
+        content = "".join(self._content)
+        message: Json = {
+            "role": "assistant",
+            # Null where there is nothing but calls, as clients of tools expect.
+            "content": None if self._calls and not content else content,
+            "reasoning": reasoning,
+            "reasoning_content": reasoning,
+            "refusal": None,
+        }
+        if self._calls:
+            message["tool_calls"] = self._calls
+        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+
+class Reply:
+    """A reply of several choices. kind: "text_completion" or "chat.completion"."""
+
+    def __init__(self, kind: str, head: Head, choices: Sequence[Choice]) -> None:
+        self._kind = kind
+        self._head = head
+        self.choices = choices
+
+    def usage(self) -> Json:
+        completion = sum(choice.num_tokens for choice in self.choices)
+        reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": self._head.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._head.prompt_tokens + completion,
+            # There is no prefix cache: every token of a prompt is computed.
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+    def chunk(self, piece: Json, *, has_usage: bool) -> Json:
+        usage = {"usage": self.usage()} if has_usage else {}
+        return {**self._document(is_chunk=True), "choices": [piece], **usage}
+
+    def usage_chunk(self) -> Json:
+        return {**self._document(is_chunk=True), "choices": [], "usage": self.usage()}
+
+    def whole(self) -> Json:
+        choices = [choice.whole() for choice in self.choices]
+        return {**self._document(is_chunk=False), "choices": choices, "usage": self.usage()}
+
+    def _document(self, *, is_chunk: bool) -> Json:
+        is_chat_chunk = is_chunk and self._kind == "chat.completion"
+        return {
+            "id": self._head.id,
+            "object": "chat.completion.chunk" if is_chat_chunk else self._kind,
+            "created": self._head.created,
+            "model": self._head.model,
+            "system_fingerprint": self._head.fingerprint,
+        }

@@ -1,0 +1,62 @@
+"""A server with a small model on a port of the loopback, and a look into its engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import uvicorn
+
+from kdecode.engine.async_engine import AsyncEngine
+from kdecode.engine.engine import LLM
+from kdecode.server.api import ServerConfig, create_app
+from kdecode.server.guard import Limits
+
+KEY = "a key of the tests"
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server; `llm` only to look into."""
+
+    url: str
+    llm: LLM
+    client: openai.OpenAI
+
+    def wait_until_idle(self) -> None:
+        """Until nothing is held; fails when something stays."""
+        names = ("waiting", "running", "pages_used", "slots_used")
+        deadline = time.monotonic() + 5
+        while any(self.llm.stats()[name] for name in names):
+            assert time.monotonic() < deadline, self.llm.stats()
+            time.sleep(0.005)
+
+
+@contextmanager
+def serve(checkpoint: Path) -> Iterator[Served]:
+    llm = LLM(
+        checkpoint,
+        decode_backend="latency_specialized",
+        num_threads=1,
+        max_context_tokens=CONTEXT,
+        max_requests=4,
+    )
+    config = ServerConfig(("mini", "alias"), (KEY,), Limits(max_body_bytes=100_000, body_s=2.0))
+    app = create_app(AsyncEngine(llm), config)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        yield Served(url, llm, client)
+    server.should_exit = True
+    thread.join()
