@@ -1,8 +1,8 @@
 """Snapshots of what runs: a change of a plan is a change of a file in `tests/plans`.
 
 Described from configurations, so that the released models are among them. The instruction set is
-set, because it is part of the text. ``pytest tests/decode/test_plans.py --update-plans`` writes the
-files again.
+set, because it is part of the text, and so is the format, because packed sizes follow the weights.
+``pytest tests/decode/test_plans.py --update-plans`` writes the files again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ UPDATE = "pytest tests/decode/test_plans.py --update-plans"
 
 
 def _engine(backend: DecodeBackend, **changes: object) -> EngineConfig:
-    settings = {"isa": "portable", "num_threads": 1, "max_context_tokens": 1024, **changes}
-    return EngineConfig(decode_backend=backend, **settings)
+    settings = {"isa": "portable", "lossless_packing": "off", "max_context_tokens": 1024}
+    return EngineConfig(decode_backend=backend, num_threads=1, **{**settings, **changes})
 
 
 def _described(model: str, case: str) -> str:
@@ -87,6 +87,14 @@ def test_a_described_plan_says_that_it_cannot_run(case: str) -> None:
     for launch in (plan.run, lambda: plan.run_until(0)):
         with pytest.raises(PlanError, match="has no weights and cannot run"):
             launch()
+
+
+def test_a_description_says_what_it_cannot_know() -> None:
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    plan, _ = describe_plan(config, _engine("latency_specialized", lossless_packing="on"), 1)
+    note = "bf16 weights are counted at 16 bits; how far they pack without loss depends on their"
+    assert plan.explain().splitlines()[-1].startswith(note)
+    assert plan.explain().startswith(_described("mini", "latency_specialized.1"))
 
 
 def test_a_description_is_refused_as_an_engine_is() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdecode.config import ModelConfig
 from kdecode.engine.worker import packed_bytes
-from kdecode.model.layout import TrunkFormat, pack_model
+from kdecode.model.layout import TrunkFormat, pack_model, to_device
 from kdecode.model.outline import outline_bytes, outline_model
 from kdecode.model.weights import CheckpointReader
 
@@ -28,6 +28,14 @@ def _shapes(value: Any) -> Any:
     return value
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value) and not isinstance(value, ModelConfig):
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    return [tensor for item in value for tensor in _tensors(item)] if type(value) is tuple else []
+
+
 @pytest.mark.parametrize("trunk_format", ["rows", "tiles"])
 @pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
 def test_outline_of_a_checkpoint(
@@ -38,6 +46,19 @@ def test_outline_of_a_checkpoint(
     outline = outline_model(packed.config, trunk_format)
     assert _shapes(outline) == _shapes(packed)
     assert outline_bytes(outline) == packed_bytes(packed)
+
+
+def test_packed_tensors_move_to_a_device(mini_checkpoint: Path) -> None:
+    packed = pack_model(CheckpointReader(mini_checkpoint), "tiles")
+    moved = to_device(packed, "meta")
+    assert _shapes(moved) == _shapes(packed)
+    assert {tensor.device.type for tensor in _tensors(moved)} == {"meta"}
+    loaded = pack_model(CheckpointReader(mini_checkpoint), "tiles", None, "meta")
+    assert _shapes(loaded) == _shapes(packed)
+    assert {tensor.device.type for tensor in _tensors(loaded)} == {"meta"}
+    # What is in place already is not copied.
+    places = [tensor.data_ptr() for tensor in _tensors(packed)]
+    assert [tensor.data_ptr() for tensor in _tensors(to_device(packed, "cpu"))] == places
 
 
 def test_outline_of_the_release_allocates_nothing() -> None:
