@@ -26,9 +26,6 @@ from kdecode.model.layout import (
     PackedMoe,
     TrunkFormat,
     pack_model,
-    unpack_gated,
-    unpack_kda,
-    unpack_mla,
 )
 from kdecode.model.mxfp4 import dequantise, unpack_codes
 from kdecode.model.parameters import (
@@ -40,6 +37,7 @@ from kdecode.model.parameters import (
     Mxfp4,
 )
 from kdecode.model.shards import CheckpointError
+from kdecode.model.unpack import unpack_gated, unpack_kda, unpack_mla
 from kdecode.model.weights import CheckpointReader
 
 FAMILIES = ["mini_checkpoint", "mini_linear_checkpoint"]
