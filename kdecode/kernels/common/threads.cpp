@@ -138,6 +138,14 @@ void serve(PoolState& state, int index) {
   }
 }
 
+// Ends and joins the threads that were started. No job may run.
+void stop(PoolState& state) {
+  state.job = nullptr;
+  state.start.arrive();
+  state.start.wake();
+  for (std::thread& thread : state.threads) thread.join();
+}
+
 }  // namespace
 
 int available_cores() {
@@ -154,7 +162,13 @@ Pool::Pool(int num_threads, bool can_oversubscribe) {
   }
   // With more threads than cores, whoever a thread is waiting for needs its core.
   state_ = std::make_unique<PoolState>(num_threads, num_threads > cores ? 0 : kSpins);
-  for (int i = 1; i < num_threads; ++i) state_->threads.emplace_back([state = state_.get(), i] { serve(*state, i); });
+  try {
+    for (int i = 1; i < num_threads; ++i) state_->threads.emplace_back([state = state_.get(), i] { serve(*state, i); });
+  } catch (...) {
+    // The system has no thread left; destroying those that run already would end the process.
+    stop(*state_);
+    throw;
+  }
 }
 
 Pool::~Pool() {
@@ -163,10 +177,7 @@ Pool::~Pool() {
     state_.release();
     return;
   }
-  state_->job = nullptr;
-  state_->start.arrive();
-  state_->start.wake();
-  for (std::thread& thread : state_->threads) thread.join();
+  stop(*state_);
 }
 
 int Pool::num_threads() const { return state_->count; }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -63,16 +65,68 @@ def test_number_of_threads_is_checked():
         Pool(0)
 
 
-def test_a_forked_child_is_told_to_make_its_own_pool():
-    pool = Pool(1)
+def test_a_forked_child_makes_its_own_pool():
+    """The child has none of the threads: it is told so, may drop the pool, and hangs nowhere."""
+    pools = [Pool(2, can_oversubscribe=True)]
+    assert _native.pool_self_test(pools[0], 3, 1, 1, 4) == 0
     child = os.fork()
     if child == 0:
         try:
-            _native.pool_self_test(pool, 1, 1, 1, 1)
+            _native.pool_self_test(pools[0], 1, 1, 1, 1)
         except RuntimeError as error:
-            os._exit(0 if "has to make its own" in str(error) else 2)
+            is_told = "has to make its own" in str(error)
+            pools.clear()
+            own = Pool(2, can_oversubscribe=True)
+            os._exit(0 if is_told and _native.pool_self_test(own, 3, 2, 2, 8) == 0 else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _native.pool_self_test(pools[0], 3, 1, 1, 4) == 0
+
+
+def _run_python(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which a hang or an abort cannot take the tests along with."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_no_wake_up_is_lost_while_another_process_has_the_cores(num_threads):
+    """Threads lose their cores in the middle of phases, and sleep between jobs."""
+    code = f"""
+import time
+from kdecode.kernels.common import _native
+pool = _native.Pool({num_threads}, can_oversubscribe=True)
+faults = 0
+for job in range(40):
+    if job % 8 == 0:
+        time.sleep(0.004)
+    faults += _native.pool_self_test(pool, 2, 3, 3, 20)
+print(faults)
+"""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        done = _run_python(code, timeout_s=120)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
+def test_a_pool_that_gets_no_threads_is_an_error_and_no_abort():
+    code = """
+import resource
+from kdecode.kernels.common import _native
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (20 << 20), used + (20 << 20)))
+try:
+    _native.Pool(64, can_oversubscribe=True)
+except RuntimeError as error:
+    print("refused", error)
+"""
+    done = _run_python(code, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused")
 
 
 def test_a_program_refuses_what_it_does_not_know():
