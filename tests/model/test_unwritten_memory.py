@@ -1,4 +1,4 @@
-"""Packing writes every number of every packed tensor: none keeps what its memory held before."""
+"""Packing reads every tensor of a checkpoint, and writes every number of every packed one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kdecode.model import layout
 from kdecode.model.layout import pack_model
+from kdecode.model.shards import CheckpointError
 from kdecode.model.weights import CheckpointReader
 from kdecode.testing.compare import bit_equal
 from kdecode.testing.poison import poison_
@@ -54,3 +55,16 @@ def test_packing_into_poisoned_memory_gives_the_same_weights(
         bit_equal(tensor, wanted, name)
         if tensor.is_floating_point():
             assert bool(torch.isfinite(tensor.float()).all()), name
+
+
+def test_packing_refuses_a_tensor_that_it_never_read(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that comes from elsewhere leaves this reader's own tensors of it unread."""
+    reader, elsewhere = CheckpointReader(mini_checkpoint), CheckpointReader(mini_checkpoint)
+    own = reader.load_layer
+    monkeypatch.setattr(
+        reader, "load_layer", lambda layer: (elsewhere.load_layer if layer == 2 else own)(layer)
+    )
+    with pytest.raises(CheckpointError, match=r"tensors were never read, e\.g\. .*layers\.2\."):
+        pack_model(reader, "tiles")
