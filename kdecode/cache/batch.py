@@ -16,6 +16,7 @@ class StepRequest:
     token_ids: the new tokens. start: tokens already in the caches, i.e. the position of the first
     new token. slot: KDA slot. pages: MLA page numbers, enough for start + len(token_ids) tokens.
     needs_logits: logits of the last new token are wanted. is_decode: the prompt has been prefilled.
+    all_logits: of every new token, not only the last one; only with needs_logits.
     """
 
     token_ids: tuple[int, ...]
@@ -24,6 +25,7 @@ class StepRequest:
     pages: tuple[int, ...]
     is_decode: bool
     needs_logits: bool = True
+    all_logits: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
         first = span.last
     single = tuple(span for span in spans if span.num_rows == 1)
     logits = [
-        span.last - 1
+        row
         for span, request in zip(spans, batch.requests, strict=True)
         if request.needs_logits
+        for row in range(span.first if request.all_logits else span.last - 1, span.last)
     ]
     return StepTensors(
         num_rows=first,

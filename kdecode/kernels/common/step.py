@@ -43,7 +43,7 @@ class StepTensors:
     token_ids, cache_rows (page * page_tokens + place): one a row [R]. Requests with one new token
     are ``single`` whatever their phase, the others ``multi``; ``single_rows`` and ``single_slots``
     [len(single)] are the former's rows and slots. logits_rows: the last row of every request that
-    needs logits.
+    needs logits, or all of its rows.
     """
 
     num_rows: int
