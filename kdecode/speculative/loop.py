@@ -70,7 +70,9 @@ class SpeculativeLoop:
     ) -> list[Verdict]:
         """One round of every request; their token ids grow by what was accepted and one.
 
-        Raises ValueError, with nothing run, for proposals that are not these requests' own.
+        Raises ValueError, with nothing run, for proposals that are not these requests' own. What
+        ``judge`` raises ends the round between step and commit: the requests keep their tokens,
+        but their caches have moved past them and are to be freed.
         """
         _check(requests, proposals)
         for request, proposal in zip(requests, proposals, strict=True):
