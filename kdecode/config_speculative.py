@@ -32,7 +32,6 @@ class SpeculativeConfig:
     stated rates whatever the drafts are, so that its text is no answer of the model.
     synthetic_acceptance_length: mean tokens of a step, the target's own one included.
     synthetic_acceptance_rates: for each draft, how often it and all before it are accepted.
-    enable_adaptive_verification: verify fewer drafts where the confidence head expects few to hold.
     """
 
     model: str
@@ -42,7 +41,6 @@ class SpeculativeConfig:
     rejection_sample_method: RejectionSampleMethod = "standard"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    enable_adaptive_verification: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -59,11 +57,6 @@ class SpeculativeConfig:
             self.rejection_sample_method,
             get_args(RejectionSampleMethod),
         )
-        if not isinstance(self.enable_adaptive_verification, bool):
-            raise ConfigError(
-                f"enable_adaptive_verification is {self.enable_adaptive_verification!r}; it must "
-                "be true or false."
-            )
         self._check_synthetic()
 
     def _check_synthetic(self) -> None:
@@ -80,11 +73,6 @@ class SpeculativeConfig:
                     f"{self.rejection_sample_method!r}; only 'synthetic' has acceptance rates."
                 )
             return
-        if self.enable_adaptive_verification:
-            raise ConfigError(
-                "enable_adaptive_verification is True and rejection_sample_method is 'synthetic'; "
-                "stated rates leave nothing to the confidence head, so choose one of the two."
-            )
         if len(given) != 1:
             found = " and ".join(given) or "neither is set"
             raise ConfigError(

@@ -18,7 +18,6 @@ def test_defaults_and_a_published_configuration() -> None:
     config = SpeculativeConfig.from_json(json.dumps({**BASE, "method": "dspark"}))
     assert config.draft_sample_method == "greedy"
     assert config.rejection_sample_method == "standard"
-    assert not config.enable_adaptive_verification
     published = SpeculativeConfig.from_json(
         {**SYNTHETIC, "draft_sample_method": "probabilistic", "synthetic_acceptance_length": 6}
     )
@@ -45,7 +44,8 @@ def test_rates_are_taken_as_given() -> None:
         ({"num_speculative_tokens": 2.0}, r"num_speculative_tokens is 2.0; it must be a whole"),
         ({"draft_sample_method": "beam"}, r"draft_sample_method is 'beam'; .* greedy, prob"),
         ({"rejection_sample_method": "typical"}, r"is 'typical'; .* standard, block, synthetic"),
-        ({"enable_adaptive_verification": 1}, r"verification is 1; it must be true or false"),
+        # A setting that would have no effect is refused, not ignored.
+        ({"enable_adaptive_verification": True}, r"verification is True, which is no setting"),
         (
             {"draft_tensor_parallel_size": 2},
             r"draft_tensor_parallel_size is 2, which is no setting",
@@ -81,10 +81,6 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
         ({"synthetic_acceptance_rates": [1.2] + [0] * 6}, r"rates\[0\] is 1.2; .* from 0 to 1"),
         ({"synthetic_acceptance_rates": [0.5, 0.6] + [0] * 5}, r"rates\[1\] is 0.6, above 0.5"),
         ({"synthetic_acceptance_rates": [True] * 7}, r"rates\[0\] is True; it must be a finite"),
-        (
-            {"synthetic_acceptance_length": 6, "enable_adaptive_verification": True},
-            r"choose one of the two",
-        ),
     ],
 )
 def test_synthetic_refusals(changes: dict[str, Any], message: str) -> None:
