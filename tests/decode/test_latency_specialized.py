@@ -28,7 +28,9 @@ from kdecode.model.weights import CheckpointReader
 from kdecode.testing.compare import assert_close, bit_equal
 from kdecode.testing.poison import poisoned
 
-RECURRENT_RMS = 3e-3
+# Five times the worst that was measured, 5.5e-5, over both checkpoints, all instruction sets and
+# both cache types.
+RECURRENT_RMS = 3e-4
 
 
 def _poison_steps(plan: DecodePlan) -> None:
