@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if not isinstance(error, _input_errors()):
+        # A file that cannot be used names itself; other errors of the system are faults.
+        is_file = isinstance(error, OSError) and error.filename is not None
+        if not is_file and not isinstance(error, _input_errors()):
             raise
         print(f"kdecode {args.command}: error: {error}", file=sys.stderr)
         return EXIT_INPUT

@@ -25,6 +25,9 @@ CacheDtype = Literal["bf16", "fp8"]
 # Input columns that share one scale of an MXFP4 weight.
 MXFP4_GROUP = 32
 
+# A request takes whole pages, so that a larger one would only waste memory.
+MAX_PAGE_TOKENS = 65_536
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message has the setting, its value and the limit."""
@@ -177,7 +180,8 @@ class EngineConfig:
         check_choice("lossless_packing", self.lossless_packing, get_args(LosslessPacking))
         if self.isa is not None:
             check_choice("isa", self.isa, get_args(Isa))
-        for name in ("page_tokens", "max_context_tokens", "max_requests", "max_step_tokens"):
+        check_int("page_tokens", self.page_tokens, at_least=1, at_most=MAX_PAGE_TOKENS)
+        for name in ("max_context_tokens", "max_requests", "max_step_tokens"):
             check_int(name, getattr(self, name), at_least=1)
         for name in ("num_threads", "cache_budget_bytes"):
             if getattr(self, name) is not None:

@@ -250,11 +250,12 @@ def _layer_kinds(linear: Settings, num_layers: int) -> tuple[LayerKind, ...]:
                     "kda_layers and full_attn_layers must name every layer once."
                 )
             kinds[number] = kind
-    missing = sorted(set(range(1, num_layers + 1)) - set(kinds))
-    if missing:
+    if len(kinds) < num_layers:
+        # Not all of the missing ones: num_layers may be any number.
+        first = next(number for number in range(1, num_layers + 1) if number not in kinds)
         raise ConfigError(
             f"{linear.where}kda_layers and full_attn_layers name {len(kinds)} of {num_layers} "
-            f"layers; {missing} (1-based) are in neither."
+            f"layers; layer {first} (1-based) is in neither."
         )
     return tuple(kinds[number] for number in range(1, num_layers + 1))
 

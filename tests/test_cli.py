@@ -64,6 +64,38 @@ def test_generate_chat_keeps_reasoning_off_stdout(
     assert "output tokens" in err
 
 
+def test_generate_chat_streams_the_reply(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    args = ("generate", mini_checkpoint, "--prompt", "hi", "--chat", "--max-tokens", 6)
+    args = (*args, "--no-thinking")
+    code, out, _ = _run(capsys, *args, *ENGINE)
+    _, document, _ = _run(capsys, *args, "--json", *ENGINE)
+    response = json.loads(document)["response"]
+    assert response
+    assert (code, out) == (0, response + "\n")
+
+
+def test_a_default_model_that_cannot_be_written_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KDECODE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    code, _, err = _run(capsys, "generate", "--prompt", "x")
+    assert code == 2
+    assert "the default model cannot be written" in err
+    assert "KDECODE_CACHE_DIR" in err
+
+
+def test_a_directory_in_place_of_a_file_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").mkdir()
+    code, _, err = _run(capsys, "generate", tmp_path, "--prompt", "x")
+    assert code == 2
+    assert str(tmp_path / "config.json") in err
+
+
 def test_plan_lists_steps_and_bytes(
     capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
 ) -> None:
@@ -224,7 +256,7 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
 ) -> None:
     code, _, err = _run(capsys, "make-checkpoint", mini_checkpoint, "--preset", "mini")
     assert code == 2
-    assert "already has a config.json" in err
+    assert "exists and is no empty directory" in err
 
 
 @pytest.mark.parametrize(
@@ -242,6 +274,9 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
         (["generate", "MODEL", "--prompt", "x", "--device", "cuda:99"], "device is 'cuda:99'"),
         (["plan", "MODEL", "--config", "MODEL"], "Give a MODEL or --config, not both"),
         (["plan", "--config", "/no/such"], "/no/such does not exist"),
+        (["generate", "MODEL", "--prompt", "x", "--threads", "9999"], "num_threads is 9999"),
+        (["generate", "MODEL", "--prompt", "x", "--page-tokens", "999999"], "from 1 to 65536"),
+        (["generate", "MODEL", "--prompt", "x", "--max-tokens", "2000000"], "max_tokens is 2,0"),
         (["plan", "MODEL", "--decode-backend", "fast"], "invalid choice: 'fast'"),
         (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
         (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),

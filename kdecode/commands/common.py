@@ -119,10 +119,18 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
 def model_directory(args: argparse.Namespace) -> Path:
     """The model's directory; makes the default one if need be. Raises InputError."""
     if args.model is None:
-        from kdecode.model.synthesis import default_model_directory
+        from kdecode.model.default_model import default_model_directory
 
         bar = ProgressBar()
-        directory = default_model_directory(lambda done, total: bar("default model", done, total))
+        try:
+            directory = default_model_directory(lambda done, of: bar("default model", done, of))
+        except OSError as error:
+            raise InputError(
+                f"the default model cannot be written: {error}; name another cache folder with "
+                "KDECODE_CACHE_DIR, or a MODEL"
+            ) from error
+        finally:
+            bar.clear()
         print(f"no model was named; using the default model in {directory}", file=sys.stderr)
         return directory
     directory = Path(args.model)

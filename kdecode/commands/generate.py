@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdecode.commands.common import (
+    InputError,
     add_engine_arguments,
     add_model_argument,
     context_tokens,
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 HELP = "generate the reply to one prompt"
 DESCRIPTION = (
     "The text streams to stdout and a line of metrics follows on stderr. With --chat the prompt is "
-    "a user's message, and the reply is printed when it is complete, its reasoning on stderr."
+    "a user's message, and the reasoning of the reply streams to stderr."
 )
 EXIT_BROKEN = 1
 
@@ -56,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     params = _sampling(args)
     prompt = args.prompt if args.prompt is not None else read_prompt_file(args.prompt_file)
-    # No token is shorter than a byte; a chat adds a header of fixed size.
-    longest = len(prompt.encode("utf-8", "surrogatepass")) + args.max_tokens + 1024
+    directory = model_directory(args)
+    longest = _total_tokens(directory, args, prompt)
     config = engine_config(args, max_context_tokens=context_tokens(longest), max_requests=1)
-    llm = open_model(model_directory(args), config)
+    llm = open_model(directory, config)
     reply = _reply(llm, args, prompt, params)
     output = reply if not args.chat else reply.output
     metrics = _metrics(output)
@@ -71,6 +73,31 @@ def run(args: argparse.Namespace) -> int:
         print(f"kdecode generate: the reply broke: {output.error}", file=sys.stderr)
         return EXIT_BROKEN
     return 0
+
+
+def _total_tokens(directory: Path, args: argparse.Namespace, prompt: str) -> int:
+    """Tokens of the prompt and the longest reply; the caches are made for so many.
+
+    Raises InputError for more than the model was made for, before anything is packed.
+    """
+    from kdecode.config import ModelConfig
+    from kdecode.model.chat import encode_chat
+    from kdecode.model.tokenizer import Tokenizer
+
+    config = ModelConfig.from_checkpoint(directory)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    if args.chat:
+        messages = [{"role": "user", "content": prompt}]
+        ids = encode_chat(tokenizer, messages, thinking=not args.no_thinking)
+    else:
+        ids = tokenizer.encode_text(prompt)
+    total = len(ids) + args.max_tokens
+    if total > config.max_positions:
+        raise InputError(
+            f"The prompt has {len(ids):,} tokens and max_tokens is {args.max_tokens:,}; the model "
+            f"was made for at most {config.max_positions:,} positions."
+        )
+    return total
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
@@ -93,11 +120,10 @@ def _reply(llm: LLM, args: argparse.Namespace, prompt: str, params: SamplingPara
     """An Output, or with --chat a ChatReply; printed unless JSON is asked for."""
     if args.chat:
         messages = [{"role": "user", "content": prompt}]
-        chat = llm.chat(messages, params, thinking=not args.no_thinking)
-        if not args.json:
-            if chat.reasoning:
-                print(chat.reasoning, file=sys.stderr)
-            print(chat.response)
+        show = None if args.json else _ChatPrinter()
+        chat = llm.chat(messages, params, thinking=not args.no_thinking, on_text=show)
+        if show is not None:
+            show.end()
         return chat
     if args.json:
         return llm.generate([prompt], params)[0]
@@ -106,6 +132,30 @@ def _reply(llm: LLM, args: argparse.Namespace, prompt: str, params: SamplingPara
     )[0]
     print()
     return output
+
+
+class _ChatPrinter:
+    """Prints a reply as it comes: its reasoning to stderr, its response to stdout."""
+
+    def __init__(self) -> None:
+        self._is_reasoning = False
+
+    def __call__(self, reasoning: str, response: str) -> None:
+        if reasoning:
+            self._is_reasoning = True
+            print(reasoning, end="", file=sys.stderr, flush=True)
+        if response:
+            self._end_reasoning()
+            print(response, end="", flush=True)
+
+    def end(self) -> None:
+        self._end_reasoning()
+        print(flush=True)
+
+    def _end_reasoning(self) -> None:
+        if self._is_reasoning:
+            print(file=sys.stderr, flush=True)
+        self._is_reasoning = False
 
 
 def _metrics(output: Output) -> dict[str, Any]:

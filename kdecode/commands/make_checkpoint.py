@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
             make_draft(args.directory, args.preset, args.draft, args.seed, progress)
     except OSError as error:
         raise InputError(f"{args.directory} cannot be written: {error}") from error
+    finally:
+        bar.clear()
     kind = "" if args.draft is None else f", {args.draft} draft"
     print(f"{args.directory}: preset {args.preset}, seed {args.seed}{kind}")
     return 0

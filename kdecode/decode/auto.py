@@ -40,7 +40,7 @@ def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -
     buffers = Buffers()
     buffers.caches = caches
     buffers.limits = StepLimits.of(config, caches, engine.max_context_tokens)
-    buffers.products = Scratch(engine.device)
+    buffers.products = Scratch(engine.device, engine.isa)
     builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs))
     steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
     for layer in range(config.num_layers):

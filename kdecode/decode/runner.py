@@ -7,6 +7,7 @@ decode step by path and reason. Does not know requests' life cycles, sampling or
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
-from kdecode.config import EngineConfig, ModelConfig
+from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import auto, latency_specialized
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
@@ -123,6 +124,21 @@ class StepRunner:
             return
         self._logged.add(reason)
         log.info("decode steps run on the standard path: %s (logged once)", reason)
+
+
+def check_processor(engine: EngineConfig) -> None:
+    """Raises ConfigError for threads or an instruction set that this process cannot have."""
+    cores = len(os.sched_getaffinity(0))
+    if engine.resolved_threads() > cores:
+        raise ConfigError(
+            f"num_threads is {engine.num_threads}; this process may use {cores} cores, so it must "
+            f"be from 1 to {cores}."
+        )
+    supported = native.supported_isas()
+    if engine.isa is not None and engine.isa not in supported:
+        raise ConfigError(
+            f"isa is {engine.isa!r}; this processor and build have {', '.join(supported)}."
+        )
 
 
 def deployment_of(config: ModelConfig, engine: EngineConfig) -> Deployment:

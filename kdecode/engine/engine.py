@@ -52,9 +52,9 @@ from kdecode.model.chat import (
     END_OF_MSG,
     IM_END,
     JsonObject,
+    ReplyStream,
     chat_format,
     encode_chat,
-    split_reply,
 )
 from kdecode.model.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -103,10 +103,11 @@ class LLM:
             raise TypeError(f"Give an EngineConfig or keywords, not both: {sorted(settings)}.")
         self.engine_config = EngineConfig(**settings) if engine is None else engine
         self.model_directory = Path(model_directory)
-        self._worker = Worker(self.model_directory, self.engine_config, progress)
+        # First, because packing takes minutes and a bad tokenizer is found at once.
         self.tokenizer = Tokenizer.from_directory(
-            self.model_directory, self.model_config.vocab_size
+            self.model_directory, ModelConfig.from_checkpoint(self.model_directory).vocab_size
         )
+        self._worker = Worker(self.model_directory, self.engine_config, progress)
         limits = SchedulerLimits(
             max_step_tokens=self.engine_config.max_step_tokens,
             max_context_tokens=self.engine_config.max_context_tokens,
@@ -155,12 +156,29 @@ class LLM:
         *,
         thinking: bool = True,
         effort: str = "max",
-        on_token: Callable[[Token], None] | None = None,
+        on_text: Callable[[str, str], None] | None = None,
     ) -> ChatReply:
-        """The assistant's reply to a conversation. Raises ChatError for one without an encoding."""
+        """The assistant's reply to a conversation. Raises ChatError for one without an encoding.
+
+        on_text gets what became readable of the reasoning and of the response, as it comes; put
+        together, its pieces are the reply's two texts.
+        """
         prompt = encode_chat(self.tokenizer, messages, thinking=thinking, effort=effort)
-        output = self.generate([prompt], self._chat_params(params), on_token)[0]
-        reasoning, response = split_reply(self.tokenizer, output.token_ids, thinking)
+        texts = ReplyStream(self.tokenizer, thinking)
+        pieces: list[tuple[str, str]] = []
+
+        def tell(piece: tuple[str, str]) -> None:
+            pieces.append(piece)
+            if on_text is not None and any(piece):
+                on_text(*piece)
+
+        def read(token: Token) -> None:
+            if token.token_id is not None:
+                tell(texts.push(token.token_id))
+
+        output = self.generate([prompt], self._chat_params(params), read)[0]
+        tell(texts.flush())
+        reasoning, response = ("".join(channel) for channel in zip(*pieces, strict=True))
         return ChatReply(reasoning, response, output)
 
     def teacher_forced(self, prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> Tensor:

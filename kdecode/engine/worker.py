@@ -21,7 +21,7 @@ from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_b
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
-from kdecode.decode.runner import StepRunner, deployment_of
+from kdecode.decode.runner import StepRunner, check_processor, deployment_of
 from kdecode.engine.loop import StepResult
 from kdecode.engine.request import Request
 from kdecode.engine.sampling import BadLogits, Draw, sample
@@ -61,6 +61,7 @@ class Worker:
         self.engine = engine
         self.weights_digest = weights_digest(directory)
         check_context(self.config, engine)
+        check_processor(engine)
         check_backend(self.config, engine)
         check_device(engine.device)
         opened = time.perf_counter()
@@ -158,15 +159,23 @@ def allocate_caches(packed: PackedModel, engine: EngineConfig) -> Caches:
         engine.page_tokens,
         engine.cache_dtype,
     )
-    return Caches.allocate(
-        config,
-        engine.device,
-        size.num_slots,
-        size.num_pages,
-        engine.page_tokens,
-        cache_dtype=engine.cache_dtype,
-        scales=cache_scales(packed, engine),
-    )
+    try:
+        return Caches.allocate(
+            config,
+            engine.device,
+            size.num_slots,
+            size.num_pages,
+            engine.page_tokens,
+            cache_dtype=engine.cache_dtype,
+            scales=cache_scales(packed, engine),
+        )
+    except RuntimeError as error:
+        # torch's way to say that there is not enough memory, on any device.
+        raise ConfigError(
+            f"Caches of {size.num_slots} slots and {size.num_pages:,} pages of "
+            f"{engine.page_tokens:,} tokens, {budget:,} bytes, cannot be allocated: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def cache_scales(packed: PackedModel, engine: EngineConfig) -> dict[int, float]:

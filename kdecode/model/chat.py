@@ -1,7 +1,7 @@
 """Chat conversations as token ids, in the markup that the model was trained on.
 
 Owns: K3's XTML markup (the released encoder's pieces, order and wording), Kimi-Linear's older
-template, and splitting a reply into reasoning and answer. Does not know sampling, streaming, HTTP.
+template, and splitting a reply into reasoning and answer. Does not know sampling or HTTP.
 
 A prompt is a list of pieces that are encoded one by one. Only marker pieces become special ids; tag
 names, attributes and every user-supplied text are plain text, so a message that contains
@@ -11,11 +11,11 @@ names, attributes and every user-supplied text are plain text, so a message that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kdecode.model.tokenizer import Tokenizer
+from kdecode.model.tokenizer import IncrementalDetokenizer, Tokenizer
 
 OPEN = "<|open|>"
 CLOSE = "<|close|>"
@@ -120,45 +120,66 @@ def render_k3(
     return pieces
 
 
-def split_reply(tokenizer: Tokenizer, ids: Iterable[int], thinking: bool = True) -> tuple[str, str]:
-    """(reasoning, response) of a generated reply, found by token id, never by text.
+class ReplyStream:
+    """The two texts of a generated reply as its tokens come, found by token id, never by text.
 
     The reply starts inside the channel that the prompt opened. A reply cut short anywhere is split
     the same way; the tools channel is in neither text, and no special token is in any.
     """
-    if chat_format(tokenizer) == "kimi_linear":
-        stop = tokenizer.special_id(IM_END)
-        return "", tokenizer.decode(_until(ids, stop), skip_special=True)
-    open_id, close_id, sep_id, end_id = (tokenizer.special_id(name) for name in K3_MARKERS)
-    channels: dict[str, list[int]] = {"think": [], "response": []}
-    channel = "think" if thinking else "response"
-    tag_opener: int | None = None
-    tag: list[int] = []
-    for token_id in _until(ids, end_id):
+
+    def __init__(self, tokenizer: Tokenizer, thinking: bool = True) -> None:
+        self._tokenizer = tokenizer
+        is_k3 = chat_format(tokenizer) == "kimi_k3"
+        names = K3_MARKERS if is_k3 else (IM_END,)
+        # Kimi-Linear has no tags, only an end.
+        *self._tag_ids, self._end_id = (tokenizer.special_id(name) for name in names)
+        self._channel = "think" if thinking and is_k3 else "response"
+        self._texts = {
+            name: IncrementalDetokenizer(tokenizer, skip_special=True)
+            for name in ("think", "response")
+        }
+        self._tag: list[int] | None = None
+        self._is_ended = False
+
+    def push(self, token_id: int) -> tuple[str, str]:
+        """What became readable with this token: (reasoning, response)."""
+        self._is_ended = self._is_ended or token_id == self._end_id
+        if self._is_ended or self._is_markup(token_id) or self._channel not in self._texts:
+            return "", ""
+        text = self._texts[self._channel].push(token_id)
+        return (text, "") if self._channel == "think" else ("", text)
+
+    def flush(self) -> tuple[str, str]:
+        """The rest of both texts, at the end of the reply."""
+        return self._texts["think"].flush(), self._texts["response"].flush()
+
+    def _is_markup(self, token_id: int) -> bool:
+        """Follows tags, from their opener to their end; their inside is markup too."""
+        if not self._tag_ids:
+            return False
+        open_id, close_id, sep_id = self._tag_ids
         if token_id in (open_id, close_id):
-            tag_opener, tag = token_id, []
-        elif tag_opener is not None and token_id == sep_id:
-            name = tokenizer.decode(tag, skip_special=True).split(" ")[0]
-            if tag_opener == open_id:
-                channel = name
-            elif name == channel:
-                channel = ""
-            tag_opener = None
-        elif tag_opener is not None:
-            tag.append(token_id)
-        elif channel in channels:
-            channels[channel].append(token_id)
-    reasoning, response = (
-        tokenizer.decode(channels[name], skip_special=True) for name in ("think", "response")
-    )
-    return reasoning, response
+            self._tag = [token_id]
+        elif self._tag is None:
+            return False
+        elif token_id != sep_id:
+            self._tag.append(token_id)
+        else:
+            name = self._tokenizer.decode(self._tag[1:], skip_special=True).split(" ")[0]
+            if self._tag[0] == open_id:
+                self._channel = name
+            elif name == self._channel:
+                self._channel = ""
+            self._tag = None
+        return True
 
 
-def _until(ids: Iterable[int], stop: int) -> Iterator[int]:
-    for token_id in ids:
-        if token_id == stop:
-            return
-        yield token_id
+def split_reply(tokenizer: Tokenizer, ids: Iterable[int], thinking: bool = True) -> tuple[str, str]:
+    """(reasoning, response) of a whole reply, as `ReplyStream` finds them."""
+    stream = ReplyStream(tokenizer, thinking)
+    pieces = [*(stream.push(token_id) for token_id in ids), stream.flush()]
+    reasoning, response = zip(*pieces, strict=True)
+    return "".join(reasoning), "".join(response)
 
 
 def _conversation(messages: Sequence[JsonObject], thinking: bool) -> list[Piece]:

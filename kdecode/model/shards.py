@@ -113,10 +113,10 @@ def read_json_object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid: its header is not JSON ({error}).") from error
+        raise CheckpointError(f"{path} is not valid: its JSON cannot be read ({error}).") from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{path} is not valid: its header is a JSON {type(value).__name__}, not an object."
+            f"{path} is not valid: its JSON is a {type(value).__name__}, not an object."
         )
     return value
 

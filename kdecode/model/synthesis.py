@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -32,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kdecode.config import ModelConfig, environment
+from kdecode.config import ModelConfig
 from kdecode.config_checkpoint import CONFIG_FILE
 from kdecode.kernels.common.matrix import E2M1_MAGNITUDES
 from kdecode.model.mxfp4 import SCALE_BIAS
@@ -41,8 +40,9 @@ from kdecode.model.roster import Slots, TensorSpec, default_prefix, layer_slots,
 from kdecode.model.shards import DTYPES, write_shard
 from kdecode.model.weights import INDEX_FILE
 
-DEFAULT_PRESET = "small"
-DEFAULT_SEED = 0
+# Of all files of `mini` with seed 0, as a test computes it: a change of what is written changes it,
+# and with it the folder of the default model.
+SYNTHESIS_DIGEST = "a3e6789d69b26465"
 # A shard is closed at this size, or after its share of the tensors of a small model.
 SHARD_BYTES = 1 << 30
 MIN_SHARDS = 3
@@ -85,52 +85,36 @@ def make_checkpoint(
 ) -> None:
     """Writes config.json, shards, index and tokenizer files; progress(tensors done, of).
 
-    Raises ValueError for an unknown preset and FileExistsError for a directory with a checkpoint.
+    The directory appears whole or not at all. Raises ValueError for an unknown preset and
+    FileExistsError for a directory that has anything in it.
     """
-    from kdecode.model.tokenizer import write_tokenizer
-
     if isinstance(preset, str):
         if preset not in PRESETS:
             raise ValueError(f"The preset is {preset!r}; it must be one of {', '.join(PRESETS)}.")
         preset = PRESETS[preset]
     target = Path(directory)
-    if (target / CONFIG_FILE).exists():
-        raise FileExistsError(f"{target} already has a {CONFIG_FILE}.")
-    target.mkdir(parents=True, exist_ok=True)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is no empty directory.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"{target.name}.partial-"
+    # Renamed when it is complete: an interrupt or a full disk leaves no half checkpoint.
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as building:
+        made = Path(building) / "checkpoint"
+        made.mkdir()
+        _write_all(made, preset, seed, progress)
+        made.rename(target)
+
+
+def _write_all(target: Path, preset: Preset, seed: int, progress: Progress | None) -> None:
+    from kdecode.model.tokenizer import write_tokenizer
+
     document = released_config(preset)
     config = ModelConfig.from_checkpoint(document)
-    slots = _all_slots(config)
-    _write_shards(target, config, slots, seed, progress)
+    _write_shards(target, config, _all_slots(config), seed, progress)
     write_tokenizer(target, config.vocab_size, seed)
     (target / "generation_config.json").write_text(_generation(config), encoding="utf-8")
-    # Last: a directory with a config.json is a whole checkpoint.
     text = json.dumps(document, indent=2, sort_keys=True) + "\n"
     (target / CONFIG_FILE).write_text(text, encoding="utf-8")
-
-
-def default_model_directory(progress: Progress | None = None) -> Path:
-    """The model that is used when none is named; made on first use.
-
-    It is built in a temporary folder and renamed, so that a crash leaves no half checkpoint and of
-    several processes that make it at once, one wins and the others use its result.
-    """
-    cache_dir = environment().cache_dir
-    target = cache_dir / f"{DEFAULT_PRESET}-{DEFAULT_SEED}"
-    if (target / CONFIG_FILE).exists():
-        return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=cache_dir))
-    try:
-        make_checkpoint(building, DEFAULT_PRESET, DEFAULT_SEED, progress)
-        try:
-            building.rename(target)
-        except OSError:
-            # Another process was faster; anything else in the way is an error.
-            if not (target / CONFIG_FILE).exists():
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return target
 
 
 def _generation(config: ModelConfig) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ import torch
 import kdecode
 from kdecode.cache.budget import page_bytes, slot_bytes
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.decode import runner
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.engine.engine import LLM, Token
 from kdecode.engine.request import RequestError, SamplingParams
+from kdecode.kernels.common import _native
+from kdecode.kernels.linear import native as linear_native
 
 PROMPTS = ["the cat sat", "def f(x):", "a"]
 BACKENDS = ("auto", "latency_specialized")
@@ -145,9 +149,61 @@ def test_an_end_token_is_not_chosen_before_min_tokens(llm: LLM) -> None:
 
 
 def test_chat_splits_the_reply(llm: LLM) -> None:
-    reply = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=5))
+    shown: list[tuple[str, str]] = []
+    messages = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=5)
+    reply = llm.chat(messages, params, on_text=lambda *texts: shown.append(texts))
     assert 1 <= len(reply.output.token_ids) <= 5
-    assert isinstance(reply.reasoning + reply.response, str)
+    assert reply.reasoning + reply.response
+    # It came in pieces, as the tokens did.
+    assert len(shown) > 1
+    reasoning, response = ("".join(texts) for texts in zip(*shown, strict=True))
+    assert (reasoning, response) == (reply.reasoning, reply.response)
+
+
+def test_auto_multiplies_with_the_instruction_set_that_it_reports(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[tuple[str, str]] = []
+
+    def spy(name: str) -> Callable[..., None]:
+        def call(isa: str, *args: object) -> None:
+            used.append((name, isa))
+            getattr(_native, name)(isa, *args)
+
+        return call
+
+    spies = SimpleNamespace(linear=spy("linear"), unpack=spy("unpack"))
+    monkeypatch.setattr(linear_native, "_native", spies)
+    # Enough rows that some experts are multiplied natively and others unpacked.
+    for backend in BACKENDS:
+        llm = _build(mini_checkpoint, backend, isa="portable", max_step_tokens=256)
+        llm.generate([[5, 6] * 120], _greedy(2))
+        assert llm.resolved_config()["isa"] == "portable"
+        assert {name for name, _ in used} == {"linear", "unpack"}
+    assert {isa for _, isa in used} == {"portable"}
+
+
+def test_what_this_processor_cannot_do_is_refused(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="num_threads is 9999; this process may use"):
+        _build(mini_checkpoint, "auto", num_threads=9999)
+    monkeypatch.setattr(runner.native, "supported_isas", lambda: ["avx2", "portable"])
+    for backend in BACKENDS:
+        with pytest.raises(ConfigError, match="isa is 'avx512'; this processor and build have"):
+            _build(mini_checkpoint, backend, isa="avx512")
+
+
+def test_caches_that_cannot_be_allocated_are_an_error(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: object, **more: object) -> None:
+        raise RuntimeError("can't allocate memory\nand where")
+
+    monkeypatch.setattr("kdecode.engine.worker.Caches.allocate", no_memory)
+    with pytest.raises(ConfigError, match=r"3 slots and .* pages .* allocated: can't .* memory$"):
+        _build(mini_checkpoint, "auto")
 
 
 def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:

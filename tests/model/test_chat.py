@@ -12,6 +12,7 @@ from kdecode.model.chat import (
     K3_MARKERS,
     ChatError,
     Piece,
+    ReplyStream,
     chat_format,
     encode_chat,
     render_k3,
@@ -214,6 +215,10 @@ def test_split_reply(tokenizer: Tokenizer, thinking: bool, cut: int | None) -> N
     parts += [tag("<|close|>", "tools"), [special("<|end_of_msg|>")], text("after")]
     ids = [token_id for part in parts[:cut] for token_id in part]
     reasoning, response = split_reply(tokenizer, ids, thinking)
+    # What a stream shows before the reply's first tag.
+    stream = ReplyStream(tokenizer, thinking)
+    early = "".join(stream.push(token_id)[0] for token_id in parts[0])
+    assert early == ("hm <|close|>" if thinking else "")
     assert reasoning == ("hm <|close|>" if thinking else "")
     assert response == ("" if cut == 3 else "yes")
 

@@ -165,7 +165,7 @@ def test_an_unknown_outer_setting_is_refused() -> None:
         (lambda c: c.update(use_bias=True), r"linear_attn_config\.use_bias is True"),
         (lambda c: c.update(gate_lower_bound=5.0), "gate_lower_bound is 5.0"),
         (lambda c: c.update(short_conv_kernel_size=1), "short_conv_kernel_size is 1"),
-        (lambda c: c["kda_layers"].remove(1), r"92 of 93 layers; \[1\]"),
+        (lambda c: c["kda_layers"].remove(1), "92 of 93 layers; layer 1 "),
         (lambda c: c["kda_layers"].append(4), "layer 4 .* listed already"),
         (lambda c: c["kda_layers"].append(94), "it must be from 1 to 93"),
         (lambda c: c["kda_layers"].append(0), "is 0"),

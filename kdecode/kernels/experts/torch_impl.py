@@ -82,9 +82,11 @@ class _Experts:
         """Native: x [R, L], the row of each pair [P] -> [P, L]."""
         from kdecode.kernels.linear.native import tiles_linear_grouped
 
+        isa = self.scratch.isa
         gate_up = [self.gate_up[expert] for expert in experts]
-        product = self.activation(tiles_linear_grouped(x, gate_up, counts, pair_rows))
-        return tiles_linear_grouped(product, [self.down[expert] for expert in experts], counts)
+        down = [self.down[expert] for expert in experts]
+        product = self.activation(tiles_linear_grouped(x, gate_up, counts, pair_rows, isa=isa))
+        return tiles_linear_grouped(product, down, counts, isa=isa)
 
     def _unpacked(self, x: Tensor, expert: int) -> Tensor:
         """x [P, L] -> [P, L] through one expert, row-major."""

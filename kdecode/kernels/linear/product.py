@@ -25,10 +25,14 @@ _BLOCK_BYTES = 4 * 2**20
 
 
 class Scratch:
-    """A bf16 buffer that grows to the largest use; each use overwrites the last one's."""
+    """What the products of one plan share: a bf16 buffer and the native instruction set.
 
-    def __init__(self, device: str) -> None:
+    The buffer grows to the largest use; each use overwrites the last one's. isa None: the best.
+    """
+
+    def __init__(self, device: str, isa: str | None = None) -> None:
         self.device = device
+        self.isa = isa
         self._data = torch.empty(0, dtype=torch.bfloat16, device=device)
 
     def take(self, rows: int, cols: int) -> Tensor:
@@ -51,7 +55,7 @@ def make_linear(
 
     def run(x: Tensor) -> Tensor:
         if x.shape[0] <= NATIVE_ROWS:
-            return tiles_linear(x.contiguous(), matrix, out_dtype)
+            return tiles_linear(x.contiguous(), matrix, out_dtype, scratch.isa)
         return unpacked_linear(x, matrix, scratch, out_dtype)
 
     return run
@@ -67,14 +71,14 @@ def make_head_linear(matrix: Matrix, heads: int, scratch: Scratch) -> Linear:
         return lambda x: torch.bmm(x.transpose(0, 1), transposed).transpose(0, 1)
     from kdecode.kernels.linear.native import tiles_linear_grouped
 
-    per_head = matrix.data.unflatten(0, (heads, -1))
+    per_head = matrix.data.view(heads, -1, *matrix.data.shape[1:])
     matrices = [replace(matrix, rows=width, data=data) for data in per_head]
 
     def run(x: Tensor) -> Tensor:
         rows = x.shape[0]
         by_head = x.transpose(0, 1).reshape(heads * rows, matrix.cols).contiguous()
         if rows <= NATIVE_ROWS:
-            out = tiles_linear_grouped(by_head, matrices, [rows] * heads)
+            out = tiles_linear_grouped(by_head, matrices, [rows] * heads, isa=scratch.isa)
             return out.view(heads, rows, width).transpose(0, 1)
         weight = unpack(matrix, scratch).view(heads, width, matrix.cols)
         out = torch.bmm(by_head.view(heads, rows, -1), weight.transpose(1, 2))
@@ -90,13 +94,13 @@ def unpack(matrix: Matrix, scratch: Scratch) -> Tensor:
     from kdecode.kernels.linear.native import unpack_tiles
 
     rows = scratch.take(matrix.rows, matrix.cols)
-    unpack_tiles(matrix, rows)
+    unpack_tiles(matrix, rows, scratch.isa)
     return rows
 
 
-def unpack_copy(matrix: Matrix) -> Tensor:
+def unpack_copy(matrix: Matrix, isa: str | None) -> Tensor:
     """Row-major bf16 [rows, cols] that stays valid; the matrix's own data in "rows"."""
-    return matrix.data if matrix.format == "rows" else unpack(matrix, Scratch("cpu"))
+    return matrix.data if matrix.format == "rows" else unpack(matrix, Scratch("cpu", isa))
 
 
 def unpacked_linear(

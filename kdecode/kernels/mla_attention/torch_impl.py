@@ -133,8 +133,9 @@ class _Attention:
         """Plain attention with keys and values of each head. rows [C, width] -> [T, H, v_dim]."""
         mla, context = self.mla, rows.shape[0]
         latent, rest = torch.split(rows, [mla.kv_rank, mla.rope_dim], dim=-1)
-        w_uk = unpack_copy(self.weights.w_uk).view(mla.num_heads, mla.kv_rank, mla.nope_dim)
-        w_uv = unpack_copy(self.weights.w_uv).view(mla.num_heads, mla.v_dim, mla.kv_rank)
+        isa = self.buffers.products.isa
+        w_uk = unpack_copy(self.weights.w_uk, isa).view(mla.num_heads, mla.kv_rank, mla.nope_dim)
+        w_uv = unpack_copy(self.weights.w_uv, isa).view(mla.num_heads, mla.v_dim, mla.kv_rank)
         group = max(1, _EXPANDED_BYTES // (context * mla.qk_dim * 4))
         outs = []
         for begin in range(0, mla.num_heads, group):
