@@ -13,12 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kdecode.commands import bench, check, compare, generate, make_checkpoint, plan
+from kdecode.commands import bench, check, compare, generate, make_checkpoint, plan, serve
 
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
 
-_COMMANDS = (generate, plan, check, compare, bench, make_checkpoint)
+_COMMANDS = (generate, serve, plan, check, compare, bench, make_checkpoint)
 
 
 def build_parser() -> argparse.ArgumentParser:

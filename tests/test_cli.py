@@ -280,7 +280,7 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
         (["plan", "MODEL", "--decode-backend", "fast"], "invalid choice: 'fast'"),
         (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
         (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),
-        (["serve"], "invalid choice: 'serve'"),
+        (["sing"], "invalid choice: 'sing'"),
         ([], "COMMAND"),
     ],
 )

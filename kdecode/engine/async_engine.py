@@ -113,6 +113,7 @@ class AsyncEngine:
         self._orders: deque[Callable[[], None]] = deque()
         self._is_stopping = False
         self._end: str | None = None
+        self._has_died = False
         # Owned by the engine's thread: who follows a request, and the numbers of a group's jobs.
         self._followers: dict[int, tuple[RequestGroup, int]] = {}
         self._numbers: dict[tuple[RequestGroup, int], int] = {}
@@ -122,6 +123,11 @@ class AsyncEngine:
     @property
     def is_running(self) -> bool:
         return self._end is None and not self._is_stopping
+
+    @property
+    def has_died(self) -> bool:
+        """A fault of the engine ended it."""
+        return self._has_died
 
     async def submit(self, jobs: Sequence[Job]) -> RequestGroup:
         """Hands requests in, all or none. Raises RequestError, EngineStoppedError."""
@@ -165,6 +171,7 @@ class AsyncEngine:
             self._finish("The engine was stopped.")
         except BaseException as error:
             log.exception("the engine broke")
+            self._has_died = True
             self._finish(f"The engine broke: {type(error).__name__}: {error}")
             if self._on_death is not None:
                 self._on_death()

@@ -18,7 +18,7 @@ from kdecode.server.api import ServerConfig, create_app
 from kdecode.server.guard import Limits
 
 KEY = "a key of the tests"
-CONTEXT = 512
+CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def serve(checkpoint: Path) -> Iterator[Served]:
         max_context_tokens=CONTEXT,
         max_requests=4,
     )
-    config = ServerConfig(("mini", "alias"), (KEY,), Limits(max_body_bytes=100_000, body_s=2.0))
+    config = ServerConfig(("mini", "alias"), (KEY,), Limits(max_body_bytes=100_000, body_s=1.0))
     app = create_app(AsyncEngine(llm), config)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)

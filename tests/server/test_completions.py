@@ -144,7 +144,7 @@ def test_callers_at_once_get_what_each_gets_alone(served: Served) -> None:
 
 
 def test_a_prompt_that_is_too_long_says_so(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="context length is 512 tokens") as caught:
+    with pytest.raises(openai.BadRequestError, match="context length is 2,048 tokens") as caught:
         _complete(served, [1] * CONTEXT, max_tokens=1)
     assert caught.value.code == "context_length_exceeded"
     assert _complete(served, [1] * (CONTEXT - 1), max_tokens=1).usage.completion_tokens == 1

@@ -1,0 +1,241 @@
+"""`kdecode serve`: one model behind an OpenAI-compatible HTTP server.
+
+Owns the flags, named as vLLM names them where they mean the same, and the process: sockets,
+signals, exit codes. The interface itself is `kdecode.server`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, get_args
+
+from kdecode.commands.common import (
+    InputError,
+    add_model_argument,
+    model_directory,
+    open_model,
+    positive,
+)
+from kdecode.config import DecodeBackend, EngineConfig, Isa, LosslessPacking
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
+HELP = "serve a model over HTTP"
+DESCRIPTION = (
+    "The interface is OpenAI's (completions, chat completions, models) with /metrics, /health, "
+    "/version, /tokenize, /detokenize and /config/fingerprint. SIGTERM lets running requests end. "
+    'Needs the packages of the extra "serve".'
+)
+EXIT_BROKEN = 1
+# vLLM's names of the cache's dtype, and ours.
+CACHE_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # An abbreviation that works today may name another flag tomorrow.
+    parser.allow_abbrev = False
+    add_model_argument(parser)
+    web = parser.add_argument_group("server")
+    web.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    web.add_argument("--port", type=_port, default=8000, help="0 takes a free one")
+    web.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what clients call the model; by default the name of its directory",
+    )
+    web.add_argument(
+        "--api-key", nargs="+", default=[], metavar="KEY", help="keys of which clients send one"
+    )
+    web.add_argument("--max-body-bytes", type=positive, default=32 * 2**20, help="of one request")
+    web.add_argument(
+        "--drain-seconds",
+        type=positive,
+        default=60,
+        help="how long running requests may go on after SIGTERM",
+    )
+    _add_engine_arguments(parser)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = EngineConfig()
+    group = parser.add_argument_group("engine")
+    group.add_argument("--decode-backend", choices=get_args(DecodeBackend))
+    group.add_argument(
+        "--additional-config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help='an object with "decode_backend", as vLLM takes it',
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=positive,
+        default=defaults.max_context_tokens,
+        help="tokens of a prompt and its reply",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=positive,
+        default=defaults.max_requests,
+        help="requests that run at a time",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=positive,
+        default=defaults.max_step_tokens,
+        help="tokens of one step",
+    )
+    group.add_argument("--kv-cache-dtype", choices=tuple(CACHE_DTYPES), default="auto")
+    group.add_argument(
+        "--cache-scale", type=float, help="scale of an fp8 cache that the checkpoint has none for"
+    )
+    group.add_argument(
+        "--block-size", type=positive, default=defaults.page_tokens, help="tokens of a cache page"
+    )
+    group.add_argument("--seed", type=int, default=defaults.seed, help="of unseeded requests")
+    group.add_argument("--device", default=defaults.device, help="cpu, cuda or cuda:N")
+    group.add_argument("--threads", type=positive, help="default: every core it may use")
+    group.add_argument("--isa", choices=get_args(Isa), help="default: the best there is")
+    group.add_argument(
+        "--lossless-packing",
+        choices=get_args(LosslessPacking),
+        default=defaults.lossless_packing,
+        help="bf16 weights at 12 bits, the same bit by bit, in latency_specialized",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    config = _engine_config(args)
+    try:
+        import uvicorn
+
+        from kdecode.server.api import ServerConfig, create_app
+        from kdecode.server.guard import Limits
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{error.name} is not installed; serving needs `pip install 'kdecode[serve]'`."
+        ) from error
+    from kdecode.engine.async_engine import AsyncEngine
+
+    if not args.api_key and not _is_loopback(args.host):
+        print(
+            f"kdecode serve: everyone who reaches {args.host} can use this server; --api-key "
+            "limits it to those who have a key.",
+            file=sys.stderr,
+        )
+    directory = model_directory(args)
+    llm = open_model(directory, config)
+    # The server is made for the application, and the engine's death has to reach the server.
+    servers: list[uvicorn.Server] = []
+    engine = AsyncEngine(llm, on_death=lambda: _stop(servers))
+    app = create_app(
+        engine,
+        ServerConfig(
+            served_names=args.served_model_name or [directory.resolve().name],
+            api_keys=args.api_key,
+            limits=Limits(max_body_bytes=args.max_body_bytes),
+        ),
+    )
+    server = uvicorn.Server(_uvicorn_config(args, app))
+    servers.append(server)
+    if engine.has_died:
+        server.should_exit = True
+    # uvicorn raises the signals that it has handled once more when it is done.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    server.run()
+    if engine.has_died:
+        print("kdecode serve: the engine broke; the log above says why", file=sys.stderr)
+        return EXIT_BROKEN
+    return 0
+
+
+def _uvicorn_config(args: argparse.Namespace, app: FastAPI) -> uvicorn.Config:
+    import uvicorn
+
+    return uvicorn.Config(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level="info",
+        access_log=args.verbose,
+        # h11 bounds what a header may be; httptools does not.
+        http="h11",
+        h11_max_incomplete_event_size=64 * 1024,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=args.drain_seconds,
+        server_header=False,
+    )
+
+
+def _stop(servers: list[uvicorn.Server]) -> None:
+    for server in servers:
+        server.should_exit = True
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Raises ConfigError, InputError."""
+    return EngineConfig(
+        decode_backend=_decode_backend(args),
+        device=args.device,
+        num_threads=args.threads,
+        isa=args.isa,
+        lossless_packing=args.lossless_packing,
+        cache_dtype=CACHE_DTYPES[args.kv_cache_dtype],  # type: ignore[arg-type]
+        cache_scale=args.cache_scale,
+        page_tokens=args.block_size,
+        max_context_tokens=args.max_model_len,
+        max_requests=args.max_num_seqs,
+        max_step_tokens=args.max_num_batched_tokens,
+        seed=args.seed,
+    )
+
+
+def _decode_backend(args: argparse.Namespace) -> DecodeBackend:
+    """The backend by its own flag or inside --additional-config; both only when they agree."""
+    additional: dict[str, Any] = dict(args.additional_config)
+    inside = additional.pop("decode_backend", None)
+    if additional:
+        raise InputError(
+            f"--additional-config has {', '.join(map(repr, sorted(additional)))}; only "
+            "'decode_backend' acts here."
+        )
+    if inside is not None and args.decode_backend not in (None, inside):
+        raise InputError(
+            f"--decode-backend is {args.decode_backend}, but --additional-config says {inside!r}."
+        )
+    backend: DecodeBackend = inside or args.decode_backend or EngineConfig().decode_backend
+    return backend
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,199 @@
+"""How requests end when their clients do, what is let in, metrics, and the process."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served_model import KEY, Served
+
+from kdecode import cli
+
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+LONG = {"model": "mini", "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "n": 3}
+
+
+def _wait_until_running(served: Served) -> None:
+    deadline = time.monotonic() + 5
+    while not served.llm.stats()["running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_everything(served: Served, stream: bool) -> None:
+    """`wait_until_idle` gives the server far less time than the reply would take."""
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    port = int(served.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        fields = "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items())
+        client.sendall(f"{head}{fields}\r\n".encode() + body)
+        _wait_until_running(served)
+        if stream:
+            assert b"200 OK" in client.recv(1000)
+    begin = time.monotonic()
+    served.wait_until_idle()
+    assert time.monotonic() - begin < 2
+    assert _metric(served, 'vllm:request_success_total{.*finished_reason="abort"') >= 3
+
+
+def test_a_client_of_a_stream_may_stop_reading_early(served: Served) -> None:
+    for _ in range(3):
+        stream = served.client.completions.create(
+            model="mini", prompt="a", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    served.wait_until_idle()
+
+
+@pytest.mark.parametrize("key", [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}", "Bearer é"])
+def test_a_wrong_key_is_refused(served: Served, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": key.encode()}
+    for path in ("/v1/models", "/config/fingerprint", "/tokenize", "/openapi.json"):
+        response = httpx.get(served.url + path, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "authentication_error"
+    for path in ("/health", "/version", "/metrics"):
+        assert httpx.get(served.url + path, headers=headers).status_code == 200
+
+
+def _chunks(size: int) -> Iterator[bytes]:
+    for _ in range(size // 1000 + 1):
+        yield b" " * 1000
+
+
+def test_a_body_that_is_too_large_is_refused(served: Served) -> None:
+    for content in (b" " * 100_001, _chunks(101_000)):
+        response = httpx.post(f"{served.url}/v1/completions", content=content, headers=HEADERS)
+        assert response.status_code == 413
+        assert "100,000 bytes" in response.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_come_times_out(served: Served) -> None:
+    port = int(served.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        fields = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 5\r\n"
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n".encode())
+        client.settimeout(5)
+        assert b"408" in client.recv(1000)
+
+
+def _metric(served: Served, pattern: str) -> float:
+    text = httpx.get(f"{served.url}/metrics").text
+    found = [line for line in text.splitlines() if re.match(pattern, line)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def test_metrics_count_what_happened(served: Served) -> None:
+    names = {
+        "prompt": "vllm:prompt_tokens_total",
+        "generated": "vllm:generation_tokens_total",
+        "length": 'vllm:request_success_total{.*finished_reason="length"',
+        "first": "vllm:time_to_first_token_seconds_count",
+        "gaps": "vllm:inter_token_latency_seconds_count",
+        "per token": "vllm:request_time_per_output_token_seconds_count",
+        "queue": "vllm:request_queue_time_seconds_count",
+        "e2e": "vllm:e2e_request_latency_seconds_count",
+        "steps": 'kdecode:decode_steps_total{.*path="specialized",reason=""',
+        "step tokens": "vllm:iteration_tokens_total_sum",
+        "step time": 'kdecode:step_time_seconds_count{.*kind="decode",.*path="specialized"}',
+    }
+    before = {name: _metric(served, pattern) for name, pattern in names.items()}
+    served.client.completions.create(
+        model="mini", prompt=[1, 2, 3], max_tokens=5, extra_body={"ignore_eos": True}
+    )
+    served.wait_until_idle()
+    moved = {name: _metric(served, pattern) - before[name] for name, pattern in names.items()}
+    assert moved == {
+        "prompt": 3,
+        "generated": 5,
+        "length": 1,
+        "first": 1,
+        "gaps": 4,
+        "per token": 1,
+        "queue": 1,
+        "e2e": 1,
+        "steps": 4,
+        "step tokens": 7,
+        "step time": 4,
+    }
+    assert 0 < _metric(served, "kdecode:coverage") <= 1
+    assert _metric(served, 'vllm:inter_token_latency_seconds_bucket.*le="0.0001"') >= 0
+    assert _metric(served, 'vllm:cache_config_info{.*block_size="64"') == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--additional-config", '{"decode_backend": "fast"}'], "decode_backend is 'fast'"),
+        (["--additional-config", '{"tree": 1}'], "'tree'"),
+        (["--additional-config", "[]"], "not a JSON object"),
+        (
+            [
+                *("--additional-config", '{"decode_backend": "auto"}'),
+                *("--decode-backend", "latency_specialized"),
+            ],
+            "but --additional-config says 'auto'",
+        ),
+        (["--kv-cache-dtype", "int4"], "--kv-cache-dtype"),
+        (["--enable-prefix-caching"], "--enable-prefix-caching"),
+        (["--max-num", "3"], "--max-num"),
+        (["--port", "70000"], "'70000' is not a port"),
+        (["--cache-scale", "1.0"], "only an fp8 cache has a scale"),
+    ],
+)
+def test_a_flag_that_would_not_act_is_refused(
+    mini_checkpoint: Path, capfd: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert cli.main(["serve", str(mini_checkpoint), *flags]) == 2
+    assert message in capfd.readouterr().err
+
+
+def _start(checkpoint: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
+    """The command as a process, and its address once it listens."""
+    command = [sys.executable, "-m", "kdecode.cli", "serve", str(checkpoint), "--port", "0"]
+    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if match := re.search(r"running on (http://\S+)", line):
+            return process, match[1]
+    raise AssertionError("".join(seen))
+
+
+def test_sigterm_lets_running_requests_end(mini_checkpoint: Path) -> None:
+    flags = ("--max-model-len", "256", "--threads", "1", "--served-model-name", "m")
+    additional = '{"decode_backend": "latency_specialized"}'
+    process, url = _start(mini_checkpoint, *flags, "--additional-config", additional)
+    assert url.startswith("http://127.0.0.1:")
+    try:
+        config = httpx.get(f"{url}/config/fingerprint").json()["config"]
+        assert config["decode_backend"] == "latency_specialized"
+        assert config["max_context_tokens"] == 256
+        body: dict[str, Any] = {"model": "m", "prompt": "a", "max_tokens": 200, "stream": True}
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        usage = json.loads(events[-2].removeprefix("data: "))["usage"]
+        assert usage["completion_tokens"] == 200
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
