@@ -85,7 +85,7 @@ def test_a_forked_child_makes_its_own_pool():
 
 def _run_python(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which a hang or an abort cannot take the tests along with."""
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
@@ -103,7 +103,7 @@ for job in range(40):
     faults += _native.pool_self_test(pool, 2, 3, 3, 20)
 print(faults)
 """
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    busy = [subprocess.Popen([sys.executable, "-P", "-c", "while True: pass"]) for _ in range(2)]
     try:
         done = _run_python(code, timeout_s=120)
     finally:
