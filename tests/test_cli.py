@@ -331,4 +331,4 @@ def test_help_needs_no_torch() -> None:
         "import sys\nfrom kdecode.cli import build_parser\nbuild_parser().format_help()\n"
         "import kdecode\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-P", "-c", script], check=True)

@@ -163,7 +163,7 @@ def test_a_flag_that_would_not_act_is_refused(
 
 def _start(checkpoint: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
     """The command as a process, and its address once it listens."""
-    command = [sys.executable, "-m", "kdecode.cli", "serve", str(checkpoint), "--port", "0"]
+    command = [sys.executable, "-P", "-m", "kdecode.cli", "serve", str(checkpoint), "--port", "0"]
     process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     seen = []
