@@ -128,9 +128,14 @@ class ModelConfig:
     @property
     def num_snapshots(self) -> int:
         """Snapshots of the attention residuals after the last layer (K3: 8)."""
-        if self.attn_res_block is None:
-            return 0
-        return -(-self.num_layers // self.attn_res_block)
+        return self.snapshots_before(self.num_layers)
+
+    def snapshots_before(self, layer: int) -> int:
+        """Snapshots that the layers below this one have pushed: what its attention mix sees.
+
+        Its MLP mix sees those before layer + 1, as its own attention may just have pushed one.
+        """
+        return 0 if self.attn_res_block is None else -(-layer // self.attn_res_block)
 
     def is_snapshot_layer(self, layer: int) -> bool:
         return self.attn_res_block is not None and layer % self.attn_res_block == 0

@@ -75,13 +75,9 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool = True) -> None:
+def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Where and with what a model runs; every command that builds an engine has these."""
     defaults = EngineConfig()
-    group = parser.add_argument_group("engine")
-    if has_backend:
-        group.add_argument(
-            "--decode-backend", choices=get_args(DecodeBackend), default=defaults.decode_backend
-        )
     group.add_argument("--device", default=defaults.device, help="cpu, cuda or cuda:N")
     group.add_argument("--threads", type=positive, help="default: every core it may use")
     group.add_argument("--isa", choices=get_args(Isa), help="default: the best there is")
@@ -91,6 +87,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool =
         default=defaults.lossless_packing,
         help="bf16 weights at 12 bits, the same bit by bit, in latency_specialized",
     )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool = True) -> None:
+    defaults = EngineConfig()
+    group = parser.add_argument_group("engine")
+    if has_backend:
+        group.add_argument(
+            "--decode-backend", choices=get_args(DecodeBackend), default=defaults.decode_backend
+        )
+    add_machine_arguments(group)
     group.add_argument("--cache-dtype", choices=get_args(CacheDtype), default=defaults.cache_dtype)
     group.add_argument(
         "--cache-scale", type=float, help="scale of an fp8 cache that the checkpoint has none for"

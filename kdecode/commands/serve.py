@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from kdecode.commands.common import (
     InputError,
+    add_machine_arguments,
     add_model_argument,
     model_directory,
     open_model,
     positive,
 )
-from kdecode.config import DecodeBackend, EngineConfig, Isa, LosslessPacking
+from kdecode.config import DecodeBackend, EngineConfig
 
 if TYPE_CHECKING:
     import uvicorn
@@ -103,15 +104,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=positive, default=defaults.page_tokens, help="tokens of a cache page"
     )
     group.add_argument("--seed", type=int, default=defaults.seed, help="of unseeded requests")
-    group.add_argument("--device", default=defaults.device, help="cpu, cuda or cuda:N")
-    group.add_argument("--threads", type=positive, help="default: every core it may use")
-    group.add_argument("--isa", choices=get_args(Isa), help="default: the best there is")
-    group.add_argument(
-        "--lossless-packing",
-        choices=get_args(LosslessPacking),
-        default=defaults.lossless_packing,
-        help="bf16 weights at 12 bits, the same bit by bit, in latency_specialized",
-    )
+    add_machine_arguments(group)
 
 
 def run(args: argparse.Namespace) -> int:

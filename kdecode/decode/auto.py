@@ -125,7 +125,7 @@ class _Builder:
     def attention(self, layer: int) -> Iterator[Step]:
         entry, config = self.packed.layers[layer], self.config
         weights = entry.attention
-        before = _snapshots_before(config, layer)
+        before = config.snapshots_before(layer)
         yield self._mix(layer, "attn_mix", entry.attn_mix, before)
         yield self._norm(layer, "attn_norm", entry.input_norm, ("attn_mix", "attn_in"))
         if isinstance(weights, PackedKda):
@@ -144,7 +144,7 @@ class _Builder:
 
     def mlp(self, layer: int) -> Iterator[Step]:
         entry = self.packed.layers[layer]
-        count = _snapshots_before(self.config, layer + 1)
+        count = self.config.snapshots_before(layer + 1)
         yield self._mix(layer, "mlp_mix", entry.mlp_mix, count)
         yield self._norm(layer, "mlp_norm", entry.post_norm, ("mlp_mix", "mlp_in"))
         if isinstance(entry.mlp, PackedMlp):
@@ -231,8 +231,3 @@ class _Builder:
             max_context_tokens=engine.max_context_tokens,
             isa="",
         )
-
-
-def _snapshots_before(config: ModelConfig, layer: int) -> int:
-    """Snapshots that the layers below this one have pushed."""
-    return 0 if config.attn_res_block is None else -(-layer // config.attn_res_block)

@@ -21,6 +21,7 @@ from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.traffic import op_weight_bytes
 from kdecode.kernels import table
+from kdecode.kernels.common.fused import refuse_device
 from kdecode.kernels.common.native import NativeStep, Pool, Program
 from kdecode.kernels.contract import Buffers, OpContract, Problem
 from kdecode.model.layout import PackedModel
@@ -78,9 +79,7 @@ def layer_ops(config: ModelConfig, layer: int) -> tuple[str, ...]:
 def refuse(deployment: Deployment) -> list[str]:
     """Every reason, each once, why this deployment cannot run the backend; [] if it can."""
     config = deployment.config
-    reasons: list[str] = []
-    if deployment.device != "cpu":
-        reasons.append(f"The native kernels run on the cpu; the device is {deployment.device}.")
+    reasons = refuse_device(deployment.problem(None, ROW_BUCKETS[-1]))
     attention_widths = {config.kda.width, config.mla.num_heads * config.mla.v_dim}
     if len(attention_widths) > 1:
         reasons.append(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+from tile_packer import by_turns, pack
 from torch import Tensor
 
 from kdecode.cache.batch import StepBatch, StepRequest
@@ -17,7 +18,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.auto import build_auto_plan, run_standard
 from kdecode.decode.plan import DecodePlan
-from kdecode.kernels.common.matrix import TILE_ROWS, Matrix
+from kdecode.kernels.common.matrix import Matrix
 from kdecode.model import reference
 from kdecode.model.layout import (
     PackedKda,
@@ -161,11 +162,11 @@ class _Packer:
 
     def _pair(self, gate: ExpertWeight, up: ExpertWeight, down: ExpertWeight) -> PackedMlp:
         if isinstance(gate, Mxfp4):
-            packed = _alternate(gate.packed, up.packed)
-            joined = Mxfp4(packed, _alternate(gate.scale, up.scale))
+            packed = by_turns(gate.packed, up.packed)
+            joined = Mxfp4(packed, by_turns(gate.scale, up.scale))
             return PackedMlp(pack(joined), pack(down))
         if self.trunk == "tiles":
-            return PackedMlp(pack(_alternate(gate, up)), pack(down))
+            return PackedMlp(pack(by_turns(gate, up)), pack(down))
         return PackedMlp(self._matrix(gate, up), self._matrix(down))
 
     def _moe(self, p: MoeParameters) -> PackedMoe:
@@ -178,40 +179,6 @@ class _Packer:
             shared=None if p.shared is None else self._mlp(p.shared),
             experts=tuple(self._pair(*parts) for parts in zip(p.w1, p.w3, p.w2, strict=True)),
         )
-
-
-def pack(weight: ExpertWeight) -> Matrix:
-    """Tiles, from the byte orders that native.h documents."""
-    if isinstance(weight, Mxfp4):
-        return _pack_mxfp4(weight)
-    rows, cols = weight.shape
-    padded = _pad_rows(weight, 0)
-    data = padded.view(-1, TILE_ROWS, cols // 2, 2).permute(0, 2, 1, 3).contiguous()
-    return Matrix("tiles", rows, cols, data)
-
-
-def _pack_mxfp4(weight: Mxfp4) -> Matrix:
-    rows, cols = weight.shape
-    codes = torch.stack([weight.packed & 15, weight.packed >> 4], dim=-1).view(rows, cols)
-    # columns: group, block of 8, nibble, parity; the nibbles of a 16-bit word from the low end up
-    split = _pad_rows(codes, 0).view(-1, TILE_ROWS, cols // 32, 4, 4, 2)
-    low = split[..., 0, :] | split[..., 1, :] << 4
-    high = split[..., 2, :] | split[..., 3, :] << 4
-    words = torch.stack([low, high], dim=-1)
-    data = words.permute(0, 2, 3, 1, 4, 5).reshape(-1, cols // 32, 256).contiguous()
-    scales = _pad_rows(weight.scale, 127).view(-1, TILE_ROWS, cols // 32).permute(0, 2, 1)
-    return Matrix("mxfp4_tiles", rows, cols, data, scales.contiguous())
-
-
-def _pad_rows(values: Tensor, fill: int) -> Tensor:
-    missing = -values.shape[0] % TILE_ROWS
-    return torch.cat([values, values.new_full((missing, values.shape[1]), fill)])
-
-
-def _alternate(gate: Tensor, up: Tensor) -> Tensor:
-    """16 gate rows, 16 up rows, by turns."""
-    halves = [x.view(-1, TILE_ROWS, x.shape[1]) for x in (gate, up)]
-    return torch.stack(halves, dim=1).flatten(0, 2)
 
 
 def _fold(mix: MixParameters | None) -> Tensor | None:

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tile_packer import pack
 from torch import Tensor
 
 from kdecode.config import ModelConfig
-from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.native import Pool
 from kdecode.kernels.contract import Buffers, Problem, Tolerance
 from kdecode.model.parameters import (
@@ -68,14 +68,6 @@ def rows_of(shape: tuple[int, ...], seed: int, dtype: torch.dtype = BF16) -> Ten
     return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
-def tiles(weight: Tensor) -> Matrix:
-    """bf16 tiles straight from the byte order that ``native.h`` documents."""
-    rows, cols = weight.shape
-    padded = torch.cat([weight, weight.new_zeros(-rows % 16, cols)])
-    data = padded.to(BF16).view(-1, 16, cols // 2, 2).permute(0, 2, 1, 3).contiguous()
-    return Matrix("tiles", rows, cols, data)
-
-
 def pack_layer(p: LayerParameters, config: ModelConfig) -> Any:
     """The fields of `PackedLayer` that the attention ops read."""
     attention = (
@@ -96,14 +88,14 @@ def _pack_kda(p: KdaParameters) -> Any:
     gate = p.g_proj if p.g_proj is not None else p.g_a_proj
     in_proj = torch.cat([p.q_proj, p.k_proj, p.v_proj, gate, p.f_a_proj, p.b_proj])
     return SimpleNamespace(
-        in_proj=tiles(in_proj),
-        f_b=tiles(p.f_b_proj),
-        g_b=None if p.g_b_proj is None else tiles(p.g_b_proj),
+        in_proj=pack(in_proj),
+        f_b=pack(p.f_b_proj),
+        g_b=None if p.g_b_proj is None else pack(p.g_b_proj),
         conv=torch.cat([p.q_conv, p.k_conv, p.v_conv]).T.contiguous(),
         decay_scale=p.a_log.exp(),
         dt_bias=p.dt_bias,
         o_norm=p.o_norm,
-        o_proj=tiles(p.o_proj),
+        o_proj=pack(p.o_proj),
     )
 
 
@@ -114,13 +106,13 @@ def _pack_mla(p: MlaParameters, config: ModelConfig) -> Any:
     per_head = p.kv_b_proj.view(mla.num_heads, -1, mla.kv_rank)
     w_uk, w_uv = per_head.split([mla.nope_dim, mla.v_dim], dim=1)
     return SimpleNamespace(
-        in_proj=tiles(torch.cat(parts)),
+        in_proj=pack(torch.cat(parts)),
         q_norm=None if p.q_a_norm is None else p.q_a_norm.float(),
-        q_b=None if p.q_b_proj is None else tiles(p.q_b_proj),
+        q_b=None if p.q_b_proj is None else pack(p.q_b_proj),
         kv_norm=p.kv_a_norm.float(),
-        w_uk=tiles(w_uk.transpose(1, 2).reshape(-1, mla.nope_dim)),
-        w_uv=tiles(w_uv.reshape(-1, mla.kv_rank)),
-        o_proj=tiles(p.o_proj),
+        w_uk=pack(w_uk.transpose(1, 2).reshape(-1, mla.nope_dim)),
+        w_uv=pack(w_uv.reshape(-1, mla.kv_rank)),
+        o_proj=pack(p.o_proj),
     )
 
 

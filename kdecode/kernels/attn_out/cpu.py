@@ -10,7 +10,6 @@ from kdecode.kernels.common import _native
 from kdecode.kernels.common.fused import (
     refuse_device,
     refuse_rows,
-    snapshots_before_attention,
     step_rows,
     tiles_of,
 )
@@ -43,7 +42,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     args.prefix = ptr(buffers["prefix"], BF16, (rows, width))
     alive = [o_proj, buffers["attn_out"], buffers["attn_delta"], buffers["prefix"]]
     if config.is_snapshot_layer(layer):
-        snapshot = buffers["snapshots"][snapshots_before_attention(config, layer)]
+        snapshot = buffers["snapshots"][config.snapshots_before(layer)]
         args.snapshot = ptr(snapshot, BF16, (rows, width))
         alive.append(snapshot)
     return NativeStep(buffers.pool, problem.isa, "attn_out", args, alive)

@@ -98,14 +98,36 @@ def set_mix_norm(
     return used
 
 
-def snapshots_before_attention(config: ModelConfig, layer: int) -> int:
-    """Snapshots that layer's attention mix sees: those pushed by the layers below it."""
-    return 0 if config.attn_res_block is None else -(-layer // config.attn_res_block)
+def set_attn_mix_norm(
+    args: Any, problem: Problem, weights: Any, buffers: Buffers
+) -> list[torch.Tensor]:
+    """`set_mix_norm` of an attention block. weights: a `PackedLayer`."""
+    assert problem.layer is not None
+    return set_mix_norm(
+        args,
+        problem,
+        buffers,
+        mix_weight=weights.attn_mix,
+        norm_weight=weights.input_norm,
+        outputs=("attn_mix", "attn_in"),
+        num_snapshots=problem.config.snapshots_before(problem.layer),
+    )
 
 
-def snapshots_before_mlp(config: ModelConfig, layer: int) -> int:
-    """Snapshots that layer's MLP mix sees: its own attention may just have pushed one."""
-    return 0 if config.attn_res_block is None else layer // config.attn_res_block + 1
+def set_mlp_mix_norm(
+    args: Any, problem: Problem, weights: Any, buffers: Buffers
+) -> list[torch.Tensor]:
+    """`set_mix_norm` of an MLP block. weights: a `PackedLayer`."""
+    assert problem.layer is not None
+    return set_mix_norm(
+        args,
+        problem,
+        buffers,
+        mix_weight=weights.mlp_mix,
+        norm_weight=weights.post_norm,
+        outputs=("mlp_mix", "mlp_in"),
+        num_snapshots=problem.config.snapshots_before(problem.layer + 1),
+    )
 
 
 def set_activation(args: Any, activation: Activation) -> None:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "native.h"
+#include "threads.h"
 
 namespace kdecode {
 
@@ -27,6 +28,14 @@ namespace kdecode::KD_NS {
 
 // mix_out[row], norm_out[row] of one row, single-threaded; rounding points as in ARCHITECTURE.md.
 void mix_norm_row(const MixNorm& args, int row);
+
+// All rows, split over the threads; with the barrier after which any of them may read norm_out.
+inline void mix_norm(const MixNorm& args, Worker& worker) {
+  worker.split(args.rows, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row) mix_norm_row(args, static_cast<int>(row));
+  });
+  worker.barrier();
+}
 
 // out = bf16(x * rsqrt(mean(x^2) + eps) * weight), fp32 inside, rounded once; `out` may be `x`.
 void rms_norm_row(const bf16* x, const float* weight, float eps, std::int64_t width, bf16* out);

@@ -15,6 +15,7 @@ struct Activation {
 }  // namespace kdecode
 
 #ifdef KD_NS
+#include "threads.h"
 #include "tile_dot.h"
 #include "vmath.h"
 
@@ -52,6 +53,13 @@ inline void linear_tile(const Tiles& w, std::int64_t tile, int num_rows, const b
   for (int r = 0; r < num_rows; ++r) {
     for (int i = 0; i < width; ++i) out[r * stride + tile * kTileRows + i] = round_bf16(sums[r * kTileRows + i]);
   }
+}
+
+// out = bf16(W x) of all tiles, [num_rows, W.rows], split over the threads by bytes. No barrier at the end.
+inline void linear_tiles(const Tiles& w, int num_rows, const bf16* const* x, bf16* out, Worker& worker) {
+  worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, num_rows, x, out, w.rows);
+  });
 }
 
 // Tiles 2 * pair and 2 * pair + 1 of an interleaved gate_up matrix: out[r][pair * 16 + i] = act(gate, up), rounded once from

@@ -9,10 +9,7 @@ void dense_mlp(const DenseMlpArgs& args, Worker& worker) {
   const std::int64_t width = args.mix.width;
   const std::int64_t inner = args.down.cols;
 
-  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t row = first; row < last; ++row) mix_norm_row(args.mix, static_cast<int>(row));
-  });
-  worker.barrier();
+  mix_norm(args.mix, worker);
 
   const Rows in(args.mix.norm_out, rows, width);
   bf16* product[kMaxRows];

@@ -12,8 +12,7 @@ from kdecode.kernels.common.fused import (
     refuse_mix_norm,
     refuse_rows,
     set_activation,
-    set_mix_norm,
-    snapshots_before_mlp,
+    set_mlp_mix_norm,
     step_rows,
     tiles_of,
 )
@@ -33,18 +32,9 @@ def refuse(problem: Problem) -> list[str]:
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMlp`."""
     config, rows = problem.config, step_rows(problem)
-    assert problem.layer is not None
     width, inner, mlp = config.hidden_size, config.dense_width, weights.mlp
     args = _native.DenseMlpArgs()
-    used = set_mix_norm(
-        args,
-        problem,
-        buffers,
-        mix_weight=weights.mlp_mix,
-        norm_weight=weights.post_norm,
-        outputs=("mlp_mix", "mlp_in"),
-        num_snapshots=snapshots_before_mlp(config, problem.layer),
-    )
+    used = set_mlp_mix_norm(args, problem, weights, buffers)
     set_activation(args, config.activation)
     args.gate_up = tiles_of("The dense gate_up matrix", mlp.gate_up, 2 * inner, width)
     args.down = tiles_of("The dense down matrix", mlp.down, width, inner)

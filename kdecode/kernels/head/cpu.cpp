@@ -9,10 +9,7 @@ void head(const HeadArgs& args, Worker& worker) {
   const int rows = args.mix.rows;
   const std::int64_t vocab = args.weight.rows;
 
-  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t row = first; row < last; ++row) mix_norm_row(args.mix, static_cast<int>(row));
-  });
-  worker.barrier();
+  mix_norm(args.mix, worker);
 
   const Rows in(args.mix.norm_out, rows, args.mix.width);
   worker.split(args.weight.num_tiles(), units_per_claim(args.weight.tile_bytes()), [&](std::int64_t first, std::int64_t last) {

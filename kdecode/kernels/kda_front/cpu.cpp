@@ -208,16 +208,10 @@ void run_head(const KdaFrontArgs& args, int head) {
 
 void kda_front(const KdaFrontArgs& args, Worker& worker) {
   const int rows = args.mix.rows;
-  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t row = first; row < last; ++row) mix_norm_row(args.mix, static_cast<int>(row));
-  });
-  worker.barrier();
+  mix_norm(args.mix, worker);
 
-  const Tiles& w = args.in_proj;
-  const Rows in(args.mix.norm_out, rows, w.cols);
-  worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, rows, in.at, args.kda_proj, w.rows);
-  });
+  const Rows in(args.mix.norm_out, rows, args.in_proj.cols);
+  linear_tiles(args.in_proj, rows, in.at, args.kda_proj, worker);
   worker.barrier();
 
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {

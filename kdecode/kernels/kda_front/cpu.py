@@ -11,8 +11,7 @@ from kdecode.kernels.common.fused import (
     refuse_device,
     refuse_mix_norm,
     refuse_rows,
-    set_mix_norm,
-    snapshots_before_attention,
+    set_attn_mix_norm,
     step_rows,
     tiles_of,
 )
@@ -48,18 +47,9 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``attention`` is a `PackedKda`."""
-    config, layer = problem.config, problem.layer
-    assert layer is not None
+    config = problem.config
     args = _native.KdaFrontArgs()
-    used = set_mix_norm(
-        args,
-        problem,
-        buffers,
-        mix_weight=weights.attn_mix,
-        norm_weight=weights.input_norm,
-        outputs=("attn_mix", "attn_in"),
-        num_snapshots=snapshots_before_attention(config, layer),
-    )
+    used = set_attn_mix_norm(args, problem, weights, buffers)
     args.heads, args.head_dim = config.kda.num_heads, config.kda.head_dim
     args.is_softplus_gate = config.kda.gate_lower_bound is None
     args.gate_lower_bound = config.kda.gate_lower_bound or 0.0

@@ -11,8 +11,7 @@ from kdecode.kernels.common.fused import (
     refuse_device,
     refuse_mix_norm,
     refuse_rows,
-    set_mix_norm,
-    snapshots_before_attention,
+    set_attn_mix_norm,
     step_rows,
     tiles_of,
 )
@@ -73,18 +72,9 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``attention`` is a `PackedMla`."""
-    config, layer = problem.config, problem.layer
-    assert layer is not None
+    config = problem.config
     args = _native.MlaFrontArgs()
-    used = set_mix_norm(
-        args,
-        problem,
-        buffers,
-        mix_weight=weights.attn_mix,
-        norm_weight=weights.input_norm,
-        outputs=("attn_mix", "attn_in"),
-        num_snapshots=snapshots_before_attention(config, layer),
-    )
+    used = set_attn_mix_norm(args, problem, weights, buffers)
     mla = config.mla
     args.heads, args.kv_rank, args.v_dim = mla.num_heads, mla.kv_rank, mla.v_dim
     args.nope_dim, args.rope_dim = mla.nope_dim, mla.rope_dim

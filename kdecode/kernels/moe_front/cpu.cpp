@@ -70,10 +70,7 @@ void moe_front(const MoeFrontArgs& args, Worker& worker) {
   const std::int64_t width = args.mix.width;
   const std::int64_t shared_width = args.shared_gate_up.rows / 2;
 
-  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t row = first; row < last; ++row) mix_norm_row(args.mix, static_cast<int>(row));
-  });
-  worker.barrier();
+  mix_norm(args.mix, worker);
 
   // Three products of one input. The largest comes first, so that the last claims are the smallest matrix's.
   const Rows in(args.mix.norm_out, rows, width);
@@ -87,14 +84,7 @@ void moe_front(const MoeFrontArgs& args, Worker& worker) {
       }
     });
   }
-  if (args.latent_down.rows > 0) {
-    const std::int64_t bytes = args.latent_down.tile_bytes();
-    worker.split(args.latent_down.num_tiles(), units_per_claim(bytes), [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t tile = first; tile < last; ++tile) {
-        linear_tile(args.latent_down, tile, rows, in.at, args.latent, args.latent_down.rows);
-      }
-    });
-  }
+  if (args.latent_down.rows > 0) linear_tiles(args.latent_down, rows, in.at, args.latent, worker);
   worker.split(args.router.num_tiles(), 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) router_tile(args, tile, in.at);
   });

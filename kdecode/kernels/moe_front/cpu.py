@@ -14,8 +14,7 @@ from kdecode.kernels.common.fused import (
     refuse_mix_norm,
     refuse_rows,
     set_activation,
-    set_mix_norm,
-    snapshots_before_mlp,
+    set_mlp_mix_norm,
     step_rows,
     tiles_of,
 )
@@ -42,17 +41,8 @@ def refuse(problem: Problem) -> list[str]:
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`."""
     config, rows, moe = problem.config, step_rows(problem), weights.mlp
-    assert problem.layer is not None
     args = _native.MoeFrontArgs()
-    used = set_mix_norm(
-        args,
-        problem,
-        buffers,
-        mix_weight=weights.mlp_mix,
-        norm_weight=weights.post_norm,
-        outputs=("mlp_mix", "mlp_in"),
-        num_snapshots=snapshots_before_mlp(config, problem.layer),
-    )
+    used = set_mlp_mix_norm(args, problem, weights, buffers)
     used += _set_routing(args, problem, moe, buffers)
     width, latent_width, shared_width = (
         config.hidden_size,

@@ -100,9 +100,7 @@ void shared_down(const MoeTailArgs& args, Worker& worker) {
   const Tiles& w = args.shared_down;
   if (w.rows == 0) return;
   const Rows in(args.shared_product, args.rows, w.cols);
-  worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, args.rows, in.at, args.shared, args.width);
-  });
+  linear_tiles(w, args.rows, in.at, args.shared, worker);
 }
 
 // expert_sum of `columns` columns of one row, in the order of the route's slots.
