@@ -1,9 +1,7 @@
 """Verify and commit: rounds of several requests over a forward that moves the caches.
 
 A round is one step over each request's anchor and drafts, a verdict for each, and the caches moved
-to what was committed. Rejected rows are taken back by recomputation: the KDA slots return to the
-checkpoint from before the step, and the committed tokens run once more, without logits; MLA rows
-are overwritten by those. It costs a second step, and serves as the oracle of faster forms.
+to what was committed, by a `Rollback`.
 
 Owns the order of these and that one number moves every cache. Knows no draft model, no sampling
 controls and no request's life cycle: proposals come in, and ``judge`` decides.
@@ -18,12 +16,10 @@ import torch
 from torch import Tensor
 
 from kdecode.cache.batch import StepBatch, StepRequest
-from kdecode.cache.caches import Caches
 from kdecode.speculative.accept import verify_greedy
-from kdecode.speculative.checkpoint import SlotCheckpoints
 from kdecode.speculative.stats import RoundStats
 from kdecode.speculative.streams import Streams
-from kdecode.speculative.types import Proposal, Verdict
+from kdecode.speculative.types import Proposal, Rollback, Verdict
 
 # One step: logits of every row that is asked for them.
 Forward = Callable[[StepBatch], Tensor]
@@ -55,12 +51,8 @@ class SpeculativeLoop:
     """Runs rounds. A request may sit out rounds, or have no drafts in them; both are plain."""
 
     forward: Forward
-    caches: Caches
+    rollback: Rollback
     stats: RoundStats = field(default_factory=RoundStats)
-    checkpoints: SlotCheckpoints = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.checkpoints = SlotCheckpoints(self.caches)
 
     def round(
         self,
@@ -75,53 +67,32 @@ class SpeculativeLoop:
         but their caches have moved past them and are to be freed.
         """
         _check(requests, proposals)
-        for request, proposal in zip(requests, proposals, strict=True):
-            if proposal.num_drafts:
-                self.checkpoints.save(request.slot, request.anchor_position)
-        rows = [(r.token_ids[-1], *p.drafts) for r, p in zip(requests, proposals, strict=True)]
-        logits = self.forward(_step(requests, rows, needs_logits=True))
+        batch = _step(requests, proposals)
+        self.rollback.before(batch)
+        logits = self.forward(batch)
         verdicts = []
-        parts = torch.split(logits, [len(tokens) for tokens in rows])
+        parts = torch.split(logits, [len(part.token_ids) for part in batch.requests])
         for index, (proposal, part) in enumerate(zip(proposals, parts, strict=True)):
             verdicts.append(judge(index, proposal, part))
-        self._take_back(requests, rows, verdicts)
+        self.rollback.keep(batch, [verdict.committed_rows for verdict in verdicts])
         for request, proposal, verdict in zip(requests, proposals, verdicts, strict=True):
             request.token_ids += verdict.tokens(proposal)
             self.stats.record(verdict)
         return verdicts
 
-    def _take_back(
-        self,
-        requests: Sequence[ActiveRequest],
-        rows: Sequence[tuple[int, ...]],
-        verdicts: Sequence[Verdict],
-    ) -> None:
-        """Moves the caches of requests with rejected rows to their committed rows."""
-        rejected, kept = [], []
-        for request, tokens, verdict in zip(requests, rows, verdicts, strict=True):
-            if verdict.committed_rows < len(tokens):
-                self.checkpoints.restore(request.slot, request.anchor_position)
-                rejected.append(request)
-                kept.append(tokens[: verdict.committed_rows])
-        if rejected:
-            self.forward(_step(rejected, kept, needs_logits=False))
 
-
-def _step(
-    requests: Sequence[ActiveRequest], rows: Sequence[tuple[int, ...]], *, needs_logits: bool
-) -> StepBatch:
+def _step(requests: Sequence[ActiveRequest], proposals: Sequence[Proposal]) -> StepBatch:
     return StepBatch(
         tuple(
             StepRequest(
-                token_ids=tokens,
+                token_ids=(request.token_ids[-1], *proposal.drafts),
                 start=request.anchor_position,
                 slot=request.slot,
                 pages=request.pages,
                 is_decode=True,
-                needs_logits=needs_logits,
-                all_logits=needs_logits,
+                all_logits=True,
             )
-            for request, tokens in zip(requests, rows, strict=True)
+            for request, proposal in zip(requests, proposals, strict=True)
         )
     )
 

@@ -6,9 +6,13 @@ but not yet run through the target; the drafts follow it. A round of N drafts ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
+
+from kdecode.cache.batch import StepBatch
 
 
 @dataclass(frozen=True)
@@ -85,3 +89,28 @@ class Verdict:
                 f"{proposal.num_drafts}."
             )
         return (*proposal.drafts[: self.accepted], self.token)
+
+
+class Rollback(Protocol):
+    """How rejected rows of a step leave the target's caches. One step at a time."""
+
+    def before(self, batch: StepBatch) -> None:
+        """A step over anchors and drafts is about to run."""
+
+    def keep(self, batch: StepBatch, rows: Sequence[int]) -> None:
+        """That step has run; the first so many rows of each request stay, 1 at least.
+
+        Raises ValueError, with nothing moved, for a number that the step does not have.
+        """
+
+
+def check_kept(batch: StepBatch, rows: Sequence[int]) -> None:
+    """Raises ValueError unless there is a number for each request, from 1 to its rows."""
+    if len(rows) != len(batch.requests):
+        raise ValueError(f"{len(batch.requests)} requests have {len(rows)} numbers of kept rows.")
+    for index, (request, count) in enumerate(zip(batch.requests, rows, strict=True)):
+        if not 1 <= count <= len(request.token_ids):
+            raise ValueError(
+                f"{count} rows of request {index} cannot be kept; the step ran "
+                f"{len(request.token_ids)}."
+            )

@@ -23,6 +23,7 @@ from kdecode.model.weights import CheckpointReader
 from kdecode.speculative.accept import verify_greedy
 from kdecode.speculative.checkpoint import SlotCheckpoints
 from kdecode.speculative.loop import ActiveRequest, SpeculativeLoop
+from kdecode.speculative.rollback import Recomputation
 from kdecode.speculative.streams import Streams
 from kdecode.speculative.types import Proposal, Verdict
 from kdecode.testing.compare import bit_equal, near_tie, state_close
@@ -53,6 +54,10 @@ class Machine:
     def forward(self, batch: StepBatch) -> Tensor:
         # A copy, as a later step overwrites the buffer.
         return run_standard(self.plan, batch).clone()
+
+    @property
+    def rollback(self) -> Recomputation:
+        return Recomputation(self.forward, self.caches)
 
     def start(self, prompt: Sequence[int]) -> tuple[Request, Tensor]:
         """A request whose prompt has run, and the logits behind it."""
@@ -192,7 +197,7 @@ class Follower:
 def _follow(
     machine: Machine, plains: Sequence[Plain], num_drafts: Sequence[int]
 ) -> tuple[list[Follower], SpeculativeLoop]:
-    loop = SpeculativeLoop(machine.forward, machine.caches)
+    loop = SpeculativeLoop(machine.forward, machine.rollback)
     followers = []
     for plain, drafts in zip(plains, num_drafts, strict=True):
         request, logits = machine.start(plain.prompt)
@@ -234,7 +239,7 @@ def test_uneven_acceptance_in_a_batch(setup: Setup) -> None:
 
 def test_rounds_without_drafts_are_plain_decoding_bit_for_bit(setup: Setup) -> None:
     plain, machine = setup.plains[0], setup.make()
-    loop = SpeculativeLoop(machine.forward, machine.caches)
+    loop = SpeculativeLoop(machine.forward, machine.rollback)
     request, logits = machine.start(plain.prompt)
     tokens = [*plain.prompt, int(logits.argmax())]
     active = ActiveRequest(tokens, request.slot, request.pages)
@@ -253,7 +258,7 @@ def tiny() -> tuple[Machine, ActiveRequest, SpeculativeLoop]:
     request, logits = machine.start(PROMPTS[0])
     tokens = [*PROMPTS[0], int(logits.argmax())]
     active = ActiveRequest(tokens, request.slot, request.pages)
-    return machine, active, SpeculativeLoop(machine.forward, machine.caches)
+    return machine, active, SpeculativeLoop(machine.forward, machine.rollback)
 
 
 def test_synthetic_acceptance_takes_any_draft(
@@ -346,3 +351,21 @@ def test_logits_of_every_row_or_of_the_last() -> None:
     assert torch.equal(mixed, torch.cat([every[0, 3:], every[2]]))
     assert not torch.equal(every[0, 0], every[0, 1])
     assert len({tuple(row) for row in itertools.chain(*every[:1].tolist())}) == 4
+
+
+@pytest.mark.parametrize(("rows", "message"), [((0,), "0 rows"), ((4,), "4 rows"), ((), "have 0")])
+def test_a_number_of_rows_that_the_step_did_not_have_moves_nothing(
+    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop], rows: tuple[int, ...], message: str
+) -> None:
+    machine, active, _ = tiny
+    rollback = machine.rollback
+    part = StepRequest((1, 2, 3), active.anchor_position, active.slot, active.pages, True)
+    batch = StepBatch((part,))
+    rollback.before(batch)
+    machine.forward(batch)
+    before = machine.state(active.slot, active.pages, 8)
+    with pytest.raises(ValueError, match=message):
+        rollback.keep(batch, rows)
+    after = machine.state(active.slot, active.pages, 8)
+    for key, x in before.items():
+        bit_equal(after[key], x, key)
