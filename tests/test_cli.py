@@ -207,6 +207,45 @@ def test_compare_reports_both_arms(
     assert "verdict" in out
 
 
+@pytest.mark.parametrize("place", ["missing/out.json", "folder", "file/out.json", "n" * 300])
+def test_an_output_file_that_cannot_be_written_is_found_before_the_run(
+    capsys: pytest.CaptureFixture[str],
+    mini_checkpoint: Path,
+    tmp_path: Path,
+    place: str,
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    code, out, err = _run(capsys, "compare", mini_checkpoint, "--json", tmp_path / place, *ENGINE)
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / place} cannot be written" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("content", [None, "old"])
+def test_a_comparison_that_fails_leaves_its_output_file_alone(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "out.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    args = ("compare", mini_checkpoint, "--json", path, "--device", "cuda:99", *ENGINE)
+    assert _run(capsys, *args)[0] == 2
+    assert list(tmp_path.iterdir()) == ([] if content is None else [path])
+    assert content is None or path.read_text(encoding="utf-8") == content
+
+
+def test_compare_writes_nothing_but_the_document_to_stdout(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    code, out, err = _run(
+        capsys,
+        *("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 5, "--blocks", 2),
+        *("--output-tokens", 4, "--arm-b", "auto", "--json", "-", *ENGINE),
+    )
+    assert json.loads(out)["exit_code"] == code
+    assert "verdict" in err
+
+
 def test_compare_exercises_the_specialized_path(
     capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -173,6 +174,28 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def check_output_file(target: str) -> None:
+    """Raises InputError for a path that `write_json` could not write; nothing is left behind.
+
+    For the start of a command whose document comes at its end.
+    """
+    if target == "-":
+        return
+    path = Path(target)
+    try:
+        try:
+            path.stat()
+        except FileNotFoundError:
+            # A file without a name, so that a run which fails leaves none.
+            with tempfile.TemporaryFile(dir=path.parent):
+                return
+        # Opened without being emptied: what is in it is replaced at the end only.
+        with path.open("ab"):
+            return
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error}") from error
 
 
 def write_json(document: Any, target: str, echo: Callable[[str], None] = print) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from typing import TYPE_CHECKING, Any, get_args
 
 from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
     add_model_argument,
+    check_output_file,
     context_tokens,
     engine_config,
     mebibytes,
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arm-b", choices=backends, default="latency_specialized")
     parser.add_argument("--near-tie-atol", type=float, default=NEAR_TIE_ATOL)
     parser.add_argument("--near-tie-rtol", type=float, default=NEAR_TIE_RTOL)
-    parser.add_argument("--json", metavar="PATH", help="also write the whole comparison to PATH")
+    parser.add_argument("--json", metavar="PATH", help="also write all of it to PATH; - is stdout")
     add_engine_arguments(parser, has_backend=False)
 
 
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    if args.json is not None:
+        check_output_file(args.json)
     directory = model_directory(args)
     length = context_tokens(args.prompt_tokens + args.output_tokens)
     arms = []
@@ -86,10 +90,12 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare(arms[0], arms[1], prompts, settings, bar.message)
     bar.clear()
     machine = read_machine()
-    print(render(comparison, machine))
+    # Where the document goes to stdout, nothing else does.
+    report = sys.stderr if args.json == "-" else sys.stdout
+    print(render(comparison, machine), file=report)
     engines = [_engine_facts(arm) for arm in arms]
-    print(_engine_table(engines))
-    if args.json:
+    print(_engine_table(engines), file=report)
+    if args.json is not None:
         write_json({**to_json(comparison, machine), "engines": engines}, args.json)
     return comparison.exit_code
 
