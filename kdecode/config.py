@@ -28,6 +28,10 @@ MXFP4_GROUP = 32
 # A request takes whole pages, so that a larger one would only waste memory.
 MAX_PAGE_TOKENS = 65_536
 
+# E4M3 stores 448 at most, and below 2^-6 with ever fewer bits. What a latent cache holds is of size
+# one (it is RMS-normalised): with a scale outside of this it would be cut off, or be rounded away.
+MIN_CACHE_SCALE, MAX_CACHE_SCALE = 1 / 448, 64.0
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message has the setting, its value and the limit."""
@@ -198,7 +202,7 @@ class EngineConfig:
                     f"cache_scale is {self.cache_scale!r} but cache_dtype is {self.cache_dtype!r}; "
                     "only an fp8 cache has a scale."
                 )
-            check_number("cache_scale", self.cache_scale, above=0.0)
+            check_cache_scale("cache_scale", self.cache_scale)
 
     def resolved_threads(self) -> int:
         """Threads to use: as set, else the cores this process may run on."""
@@ -207,8 +211,8 @@ class EngineConfig:
     def layer_cache_scale(self, layer: int, checkpoint_scale: float | None) -> float:
         """The scale of a layer's latent cache; 1 for bf16. The checkpoint's own comes first.
 
-        Raises ConfigError for an fp8 cache that nobody has given a scale: guessing 1 costs accuracy
-        in a way that no error shows.
+        Raises ConfigError for an fp8 cache that nobody has given a scale (guessing 1 costs accuracy
+        in a way that no error shows), and for a scale outside its limits.
         """
         if self.cache_dtype == "bf16":
             return 1.0
@@ -219,7 +223,7 @@ class EngineConfig:
                 "cache_scale is not set. Set cache_scale to the scale of the latent cache "
                 "(stored = x / scale), or cache_dtype to 'bf16'."
             )
-        return scale
+        return check_cache_scale(f"the scale of layer {layer}'s cache", scale)
 
 
 @dataclass(frozen=True)
@@ -263,3 +267,13 @@ def check_number(
     if not above < value < below:
         raise ConfigError(f"{name} is {value}; it must be above {above} and below {below}.")
     return float(value)
+
+
+def check_cache_scale(name: str, scale: object) -> float:
+    value = check_number(name, scale)
+    if not MIN_CACHE_SCALE <= value <= MAX_CACHE_SCALE:
+        raise ConfigError(
+            f"{name} is {value}; it must be from 1/448 ({MIN_CACHE_SCALE:.6f}) to "
+            f"{MAX_CACHE_SCALE:g}, so that numbers of size one are normal ones in E4M3."
+        )
+    return value

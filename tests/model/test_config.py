@@ -12,6 +12,8 @@ import pytest
 from released import kimi_k3, kimi_linear
 
 from kdecode.config import (
+    MAX_CACHE_SCALE,
+    MIN_CACHE_SCALE,
     Activation,
     ConfigError,
     EngineConfig,
@@ -231,7 +233,22 @@ def test_the_format_may_stand_in_the_group() -> None:
         ({"cache_budget_bytes": 1.5}, "cache_budget_bytes is 1.5"),
         ({"seed": -1}, "seed is -1"),
         ({"cache_scale": 1.0}, "only an fp8 cache has a scale"),
-        ({"cache_dtype": "fp8", "cache_scale": 0.0}, "cache_scale is 0.0"),
+        *(
+            (
+                {"cache_dtype": "fp8", "cache_scale": scale},
+                rf"cache_scale is {re.escape(str(scale))}; {limits}",
+            )
+            for scale, limits in (
+                (0.0, r"it must be from 1/448 \(0.002232\) to 64"),
+                (-1.0, "it must be from 1/448"),
+                (1e-30, "it must be from 1/448"),
+                (0.002, "it must be from 1/448"),
+                (64.5, "it must be from 1/448"),
+                (1e30, "it must be from 1/448"),
+                (float("nan"), "it must be a finite number"),
+                (float("inf"), "it must be a finite number"),
+            )
+        ),
     ],
 )
 def test_engine_settings_are_checked(settings: dict[str, Any], message: str) -> None:
@@ -251,6 +268,15 @@ def test_the_scale_of_an_fp8_cache_is_never_guessed() -> None:
     assert given.layer_cache_scale(3, 0.25) == 0.25
     with pytest.raises(ConfigError, match=r"layer 3 .*Set cache_scale"):
         EngineConfig(cache_dtype="fp8").layer_cache_scale(3, None)
+
+
+def test_limits_of_a_cache_scale_keep_one_a_normal_number() -> None:
+    smallest, largest = 2.0**-6, 448.0
+    for scale in (MIN_CACHE_SCALE, MAX_CACHE_SCALE):
+        config = EngineConfig(cache_dtype="fp8", cache_scale=scale)
+        assert smallest <= 1 / config.layer_cache_scale(0, None) <= largest
+    with pytest.raises(ConfigError, match=r"the scale of layer 3's cache is 1e-09; it must be"):
+        EngineConfig(cache_dtype="fp8").layer_cache_scale(3, 1e-9)
 
 
 def test_threads() -> None:
