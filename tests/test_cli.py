@@ -317,6 +317,8 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
         (["generate", "MODEL", "--prompt", "x", "--page-tokens", "999999"], "from 1 to 65536"),
         (["generate", "MODEL", "--prompt", "x", "--max-tokens", "2000000"], "max_tokens is 2,0"),
         (["plan", "MODEL", "--decode-backend", "fast"], "invalid choice: 'fast'"),
+        (["check", "MODEL", "--layers", "99"], "--layers is 99; the model has 9 layers"),
+        (["check", "MODEL", "--cache-dtype", "fp8", "--cache-scale", "nan"], "cache_scale is nan"),
         (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
         (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),
         (["sing"], "invalid choice: 'sing'"),

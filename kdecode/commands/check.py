@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kdecode.commands.common import (
+    InputError,
     ProgressBar,
     add_engine_arguments,
     add_model_argument,
@@ -28,7 +29,7 @@ from kdecode.commands.common import (
     table,
     write_json,
 )
-from kdecode.config import DecodeBackend, EngineConfig
+from kdecode.config import DecodeBackend, EngineConfig, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,18 +116,20 @@ def run(args: argparse.Namespace) -> int:
     from kdecode.model.weights import CheckpointReader
 
     directory = model_directory(args)
-    parameters = CheckpointReader(directory).load_model()
-    case = _case(args, directory, parameters.embed.shape[0])
+    reader = CheckpointReader(directory)
+    case = _case(args, directory, reader.config)
+    length = context_tokens(max(map(len, case.sequences)))
+    configs = {
+        backend: engine_config(
+            args, decode_backend=backend, max_requests=args.rows, max_context_tokens=length
+        )
+        for backend in args.decode_backend or get_args(DecodeBackend)
+    }
+    parameters = reader.load_model()
     bar = ProgressBar()
     checks = []
     gold = None if case.num_layers is not None else _Gold(args, directory, parameters, case)
-    for backend in args.decode_backend or get_args(DecodeBackend):
-        config = engine_config(
-            args,
-            decode_backend=backend,
-            max_requests=args.rows,
-            max_context_tokens=context_tokens(max(map(len, case.sequences))),
-        )
+    for backend, config in configs.items():
         bar.message(f"{backend}: building")
         try:
             checks.append(_check(directory, config, parameters, case, gold))
@@ -142,12 +145,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(check.is_within for check in checks) else EXIT_FAILED
 
 
-def _case(args: argparse.Namespace, directory: Path, vocab: int) -> Case:
+def _case(args: argparse.Namespace, directory: Path, config: ModelConfig) -> Case:
+    """Raises InputError for more layers than the model has."""
+    if args.layers is not None and args.layers > config.num_layers:
+        raise InputError(f"--layers is {args.layers}; the model has {config.num_layers} layers.")
     source = random.Random(args.seed)
     # Lengths differ, so that rows of one step are at different positions.
     prompts = tuple(args.prompt_tokens + 5 * row for row in range(args.rows))
     sequences = tuple(
-        tuple(source.randrange(vocab) for _ in range(length + args.steps)) for length in prompts
+        tuple(source.randrange(config.vocab_size) for _ in range(length + args.steps))
+        for length in prompts
     )
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     layers = args.layers
@@ -164,7 +171,6 @@ class _Gold:
     ) -> None:
         import torch
 
-        from kdecode.config import ModelConfig
         from kdecode.model.parameters import MlaParameters
         from kdecode.model.reference import GOLD, ROUNDED, RequestState, forward
 
