@@ -17,6 +17,8 @@ class StepRequest:
     new token. slot: KDA slot. pages: MLA page numbers, enough for start + len(token_ids) tokens.
     needs_logits: logits of the last new token are wanted. is_decode: the prompt has been prefilled.
     all_logits: of every new token, not only the last one; only with needs_logits.
+    is_verify: all tokens but the first are drafts, and how many of them stay is not known yet. The
+    KDA slot stays as it is until `Caches.commit` says it; cache rows are written.
     """
 
     token_ids: tuple[int, ...]
@@ -26,6 +28,7 @@ class StepRequest:
     is_decode: bool
     needs_logits: bool = True
     all_logits: bool = False
+    is_verify: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kdecode.cache.budget import item_bytes, pages_for
+from kdecode.cache.open_rows import OpenRows
 from kdecode.cache.pool import IndexPool
 from kdecode.config import ConfigError, ModelConfig
 
@@ -32,6 +33,7 @@ class Caches:
     recurrent: KDA states [num_slots, H, K, V] fp32.
     pages: MLA rows [num_pages, page_tokens, cache_width], bf16, or E4M3 with ``scales[layer]``
     (stored = row / scale). scales is 1.0 for bf16.
+    open_rows: of a verify step that is not committed.
     """
 
     page_tokens: int
@@ -42,6 +44,7 @@ class Caches:
     scales: dict[int, float]
     slot_pool: IndexPool
     page_pool: IndexPool
+    open_rows: OpenRows = field(default_factory=OpenRows)
 
     @staticmethod
     def allocate(
@@ -105,7 +108,9 @@ class Caches:
         return slot
 
     def free_slot(self, slot: int) -> None:
+        """Gives a slot back; rows of it that are not committed never happened."""
         self.slot_pool.free((slot,))
+        self.open_rows.drop(slot)
 
     def allocate_pages(self, num_tokens: int) -> tuple[int, ...]:
         """Pages for ``num_tokens`` tokens."""
@@ -117,8 +122,18 @@ class Caches:
     def clear_slot(self, slot: int) -> None:
         """The state before the first token, in every KDA layer."""
         self._check_slot(slot)
+        self.open_rows.drop(slot)
         for state in (*self.conv.values(), *self.recurrent.values()):
             state[slot].zero_()
+
+    def commit(self, kept: Mapping[int, int]) -> dict[int, int]:
+        """Moves slots past the first so many rows of the verify step that was run last.
+
+        kept: for slots of that step, rows that stay, from 1 (the anchor's) to all. Returns how many
+        tokens the caches of each slot hold now: its MLA rows behind that are nobody's. ValueError,
+        with nothing moved, for a slot without open rows and for a number that it does not have.
+        """
+        return self.open_rows.commit(kept)
 
     def truncate(self, slot: int, num_tokens: int) -> None:
         """Always raises: a recurrent state has no token axis, so nothing of it can be cut off."""

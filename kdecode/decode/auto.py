@@ -7,14 +7,16 @@ batch's metadata once and launches the steps. Rounding points are those of the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
+from kdecode.cache.open_rows import KeptRows, OpenSpan
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.buffers import value_buffers
 from kdecode.decode.plan import Buffer, DecodePlan, Step
@@ -24,7 +26,9 @@ from kdecode.decode.traffic import stage_weight_bytes
 from kdecode.kernels import table
 from kdecode.kernels.attn_res.op import MixWeights
 from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.kda_commit import torch_impl as kda_commit
 from kdecode.kernels.linear.product import Scratch
 from kdecode.kernels.mlp.op import MlpWeights
 from kdecode.kernels.projection.op import ProjectionWeights
@@ -66,14 +70,43 @@ def run_standard(plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
     load_step(plan, batch)
     with torch.no_grad():
         plan.run()
+    finish_step(plan)
     return plan.buffers["logits"]
 
 
 def load_step(plan: DecodePlan, batch: StepBatch) -> None:
     """Derives the batch's metadata; nothing of the last step's stays. Raises StepError."""
     buffers = plan.buffers
+    buffers.caches.open_rows.require_none()
     buffers.batch = batch
     buffers.step = derive(batch, buffers.limits, buffers.products.device)
+    buffers.effects = {}
+
+
+def finish_step(plan: DecodePlan) -> None:
+    """Leaves the rows of verified requests open, for `Caches.commit`."""
+    buffers = plan.buffers
+    spans = [
+        OpenSpan(span.slot, span.start, span.first, span.num_rows)
+        for span in buffers.step.multi
+        if span.is_verify
+    ]
+    if spans:
+        buffers.caches.open_rows.open(spans, partial(_commit, buffers.caches, buffers.effects))
+    buffers.effects = {}
+
+
+def _commit(
+    caches: Caches,
+    effects: Mapping[tuple[int, int], RowEffects],
+    kept: Sequence[KeptRows],
+) -> None:
+    with torch.no_grad():
+        for rows in kept:
+            slot = rows.span.slot
+            for layer, window in caches.conv.items():
+                state = caches.recurrent[layer][slot]
+                kda_commit.move(window[slot], state, effects[slot, layer], rows.kept)
 
 
 def _buffer_specs(config: ModelConfig) -> tuple[Buffer, ...]:

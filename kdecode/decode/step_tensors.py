@@ -24,7 +24,7 @@ def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
         spans.append(span)
         cache_rows.append(_cache_rows(span, limits.page_tokens))
         first = span.last
-    single = tuple(span for span in spans if span.num_rows == 1)
+    single = tuple(span for span in spans if span.num_rows == 1 and not span.is_verify)
     logits = [
         row
         for span, request in zip(spans, batch.requests, strict=True)
@@ -36,7 +36,7 @@ def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
         token_ids=_index(tokens, device),
         cache_rows=torch.cat(cache_rows),
         single=single,
-        multi=tuple(span for span in spans if span.num_rows > 1),
+        multi=tuple(span for span in spans if span.num_rows > 1 or span.is_verify),
         single_rows=_index([span.first for span in single], device),
         single_slots=_index([span.slot for span in single], device),
         logits_rows=_index(logits, device),
@@ -55,6 +55,7 @@ def _span(request: StepRequest, first: int, page_tokens: int, device: str) -> Re
         slot=request.slot,
         pages=_index(pages, device),
         first_page=pages[0] if is_run else None,
+        is_verify=request.is_verify,
     )
 
 

@@ -64,8 +64,9 @@ class Buffers(dict[str, torch.Tensor]):
 
     ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on;
     ``limits`` the `decode.step_check.StepLimits` of any batch; ``pool`` the threads of native
-    steps. The standard path also has ``step``, the step's `common.step.StepTensors`, and
-    ``products``, the `linear.product.Scratch` of its products.
+    steps. The standard path also has ``step``, the step's `common.step.StepTensors`, ``products``,
+    the `linear.product.Scratch` of its products, and ``effects``, the `common.step.RowEffects` of
+    its verified rows by (slot, layer).
     """
 
     batch: Any
@@ -74,6 +75,7 @@ class Buffers(dict[str, torch.Tensor]):
     pool: Any
     step: Any
     products: Any
+    effects: Any
 
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16

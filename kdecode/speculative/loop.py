@@ -63,12 +63,11 @@ class SpeculativeLoop:
         """One round of every request; their token ids grow by what was accepted and one.
 
         Raises ValueError, with nothing run, for proposals that are not these requests' own. What
-        ``judge`` raises ends the round between step and commit: the requests keep their tokens,
-        but their caches have moved past them and are to be freed.
+        ``judge`` raises ends the round between step and commit: the requests keep their tokens, and
+        their slots and pages are to be freed.
         """
         _check(requests, proposals)
-        batch = _step(requests, proposals)
-        self.rollback.before(batch)
+        batch = self.rollback.before(_step(requests, proposals))
         logits = self.forward(batch)
         verdicts = []
         parts = torch.split(logits, [len(part.token_ids) for part in batch.requests])

@@ -94,8 +94,8 @@ class Verdict:
 class Rollback(Protocol):
     """How rejected rows of a step leave the target's caches. One step at a time."""
 
-    def before(self, batch: StepBatch) -> None:
-        """A step over anchors and drafts is about to run."""
+    def before(self, batch: StepBatch) -> StepBatch:
+        """A step over anchors and drafts is about to run; returns it as it has to be run."""
 
     def keep(self, batch: StepBatch, rows: Sequence[int]) -> None:
         """That step has run; the first so many rows of each request stay, 1 at least.

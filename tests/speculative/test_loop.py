@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
+from kdecode.cache.open_rows import UncommittedError
 from kdecode.config import EngineConfig
 from kdecode.decode.auto import build_auto_plan, run_standard
 from kdecode.decode.plan import DecodePlan
@@ -23,9 +24,9 @@ from kdecode.model.weights import CheckpointReader
 from kdecode.speculative.accept import verify_greedy
 from kdecode.speculative.checkpoint import SlotCheckpoints
 from kdecode.speculative.loop import ActiveRequest, SpeculativeLoop
-from kdecode.speculative.rollback import Recomputation
+from kdecode.speculative.rollback import Deferred, Recomputation
 from kdecode.speculative.streams import Streams
-from kdecode.speculative.types import Proposal, Verdict
+from kdecode.speculative.types import Proposal, Rollback, Verdict
 from kdecode.testing.compare import bit_equal, near_tie, state_close
 from kdecode.testing.poison import poison_
 
@@ -50,14 +51,17 @@ class Machine:
 
     plan: DecodePlan
     caches: Caches
+    form: str = "deferred"
 
     def forward(self, batch: StepBatch) -> Tensor:
         # A copy, as a later step overwrites the buffer.
         return run_standard(self.plan, batch).clone()
 
     @property
-    def rollback(self) -> Recomputation:
-        return Recomputation(self.forward, self.caches)
+    def rollback(self) -> Rollback:
+        if self.form == "recomputed":
+            return Recomputation(self.forward, self.caches)
+        return Deferred(self.caches)
 
     def start(self, prompt: Sequence[int]) -> tuple[Request, Tensor]:
         """A request whose prompt has run, and the logits behind it."""
@@ -101,12 +105,16 @@ def _decode(machine: Machine, prompt: Sequence[int]) -> Plain:
     return found
 
 
-def _tiny(form: str) -> Callable[[], Machine]:
-    model = make_model(form)
+def _tiny(model_form: str, rollback: str = "deferred", fill: str = "nan") -> Callable[[], Machine]:
+    model = make_model(model_form)
 
     def make() -> Machine:
         session = Session(model)
-        return Machine(session.plan, session.caches)
+        if fill == "bytes":
+            # What a wrong read finds is then finite, and nowhere near right.
+            for pool in session.pools:
+                pool.view(torch.uint8).fill_(0x3D)
+        return Machine(session.plan, session.caches, rollback)
 
     return make
 
@@ -133,11 +141,15 @@ class Setup:
     plains: list[Plain]
 
 
-@pytest.fixture(scope="module", params=["k3", "linear", "mini"])
+@pytest.fixture(
+    scope="module",
+    params=["k3-deferred-nan", "linear-deferred-bytes", "mini", "k3-recomputed-bytes"],
+)
 def setup(request: pytest.FixtureRequest, mini_checkpoint: Path) -> Setup:
-    make = _mini(mini_checkpoint) if request.param == "mini" else _tiny(request.param)
+    name, *forms = request.param.split("-")
+    make = _mini(mini_checkpoint) if name == "mini" else _tiny(name, *forms)
     machine = make()
-    return Setup(request.param, make, [_decode(machine, prompt) for prompt in PROMPTS])
+    return Setup(name, make, [_decode(machine, prompt) for prompt in PROMPTS])
 
 
 def _script(plain: Plain, position: int, accept: int, count: int) -> tuple[int, ...]:
@@ -360,8 +372,7 @@ def test_a_number_of_rows_that_the_step_did_not_have_moves_nothing(
     machine, active, _ = tiny
     rollback = machine.rollback
     part = StepRequest((1, 2, 3), active.anchor_position, active.slot, active.pages, True)
-    batch = StepBatch((part,))
-    rollback.before(batch)
+    batch = rollback.before(StepBatch((part,)))
     machine.forward(batch)
     before = machine.state(active.slot, active.pages, 8)
     with pytest.raises(ValueError, match=message):
@@ -369,3 +380,51 @@ def test_a_number_of_rows_that_the_step_did_not_have_moves_nothing(
     after = machine.state(active.slot, active.pages, 8)
     for key, x in before.items():
         bit_equal(after[key], x, key)
+
+
+def test_a_round_that_is_interrupted_leaves_the_slot_as_it_was(
+    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop],
+) -> None:
+    """An error or an abort between step and commit: no draft is in any state."""
+    machine, active, loop = tiny
+    cached = active.anchor_position
+    before = machine.state(active.slot, active.pages, cached)
+
+    def interrupted(index: int, proposal: Proposal, logits: Tensor) -> Verdict:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.round([active], [Proposal(cached, (1, 2))], interrupted)
+    after = machine.state(active.slot, active.pages, cached)
+    for key, x in before.items():
+        bit_equal(after[key], x, key)
+    step = StepBatch((StepRequest((1,), cached, active.slot, active.pages, True),))
+    with pytest.raises(UncommittedError, match=rf"slots \[{active.slot}\] were verified"):
+        machine.forward(step)
+    machine.caches.free_slot(active.slot)
+    assert not machine.caches.open_rows.slots
+    assert machine.caches.allocate_slot() == active.slot
+    machine.forward(StepBatch((StepRequest((1,), 0, active.slot, active.pages, False),)))
+
+
+@pytest.mark.parametrize("kept", [0, 4, -1])
+def test_a_count_out_of_range_moves_no_slot(
+    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop], kept: int
+) -> None:
+    machine, active, _ = tiny
+    part = StepRequest((1, 2, 3), 5, active.slot, active.pages, True, is_verify=True)
+    machine.forward(StepBatch((part,)))
+    before = machine.state(active.slot, active.pages, 5)
+    with pytest.raises(ValueError, match=f"{kept} rows of KDA slot {active.slot} cannot be kept"):
+        machine.caches.commit({active.slot: kept})
+    with pytest.raises(ValueError, match="slot 3 are to be kept; slots with open rows are"):
+        machine.caches.commit({active.slot: 2, 3: 1})
+    after = machine.state(active.slot, active.pages, 5)
+    for key, x in before.items():
+        bit_equal(after[key], x, key)
+    assert machine.caches.commit({active.slot: 2}) == {active.slot: 7}
+    assert not torch.equal(
+        machine.state(active.slot, active.pages, 5)["recurrent.0"], before["recurrent.0"]
+    )
+    with pytest.raises(ValueError, match="slots with open rows are \\[\\]"):
+        machine.caches.commit({active.slot: 2})

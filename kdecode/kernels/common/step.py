@@ -16,7 +16,8 @@ class RequestSpan:
     """The rows [first, last) of one request, and where its caches are.
 
     start: tokens cached before this step. pages: int64 page numbers of its start + (last - first)
-    tokens, no more. first_page: the first of them when they are consecutive, else None.
+    tokens, no more. first_page: the first of them when they are consecutive, else None. is_verify:
+    the KDA slot is only read, and what each row would do to it is recorded.
     """
 
     first: int
@@ -25,6 +26,7 @@ class RequestSpan:
     slot: int
     pages: Tensor
     first_page: int | None
+    is_verify: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -37,13 +39,27 @@ class RequestSpan:
 
 
 @dataclass(frozen=True)
+class RowEffects:
+    """What rows of a verify step would do to the slot of one KDA layer, oldest first.
+
+    keys [R, H, K] fp32 after their norm, decays [R, H, K] fp32 in the log domain, corrections
+    [R, H, V] fp32 (u of the delta rule), samples [R, 3D] bf16, the convolution's raw input.
+    """
+
+    keys: Tensor
+    decays: Tensor
+    corrections: Tensor
+    samples: Tensor
+
+
+@dataclass(frozen=True)
 class StepTensors:
     """Index tensors are int64, on the plan's device.
 
     token_ids, cache_rows (page * page_tokens + place): one a row [R]. Requests with one new token
-    are ``single`` whatever their phase, the others ``multi``; ``single_rows`` and ``single_slots``
-    [len(single)] are the former's rows and slots. logits_rows: the last row of every request that
-    needs logits, or all of its rows.
+    are ``single`` whatever their phase, those that are verified and the others ``multi``;
+    ``single_rows`` and ``single_slots`` [len(single)] are the former's rows and slots. logits_rows:
+    the last row of every request that needs logits, or all of its rows.
     """
 
     num_rows: int

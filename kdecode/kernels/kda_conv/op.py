@@ -3,7 +3,7 @@
     y[t, c] = bf16(silu(sum_j w[j, c] raw[t - 3 + j, c]))        fp32 sums; raw: columns of kda_proj
 
 The samples before a request's first row are its window in the cache, oldest first; the window is
-left at the last three raw samples.
+left at the last three raw samples. The window of rows that are verified stays as it is.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kdecode.kernels.common.step import RequestSpan
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 
 
@@ -39,7 +40,7 @@ class _Conv:
             rows = step.single_rows
             out.index_copy_(0, rows, self._single(raw[rows], step.single_slots))
         for span in step.multi:
-            out[span.first : span.last] = self._span(raw[span.first : span.last], span.slot)
+            out[span.first : span.last] = self._span(raw[span.first : span.last], span)
         self.buffers["kda_qkv"] = out
 
     def _single(self, raw: Tensor, slots: Tensor) -> Tensor:
@@ -49,11 +50,12 @@ class _Conv:
         convolved = (samples.float() * self.taps).sum(1)  # [R, W, 3D]
         return F.silu(convolved, inplace=True).to(raw.dtype)
 
-    def _span(self, raw: Tensor, slot: int) -> Tensor:
+    def _span(self, raw: Tensor, span: RequestSpan) -> Tensor:
         """The rows of one request. raw [T, 3D] -> [T, 3D]."""
-        window, tokens = self.windows[slot], raw.shape[0]
+        window, tokens = self.windows[span.slot], raw.shape[0]
         samples = torch.cat([window, raw])
-        window.copy_(samples[tokens:])
+        if not span.is_verify:
+            window.copy_(samples[tokens:])
         convolved = samples[:tokens] * self.taps[0]
         for tap in range(1, self.taps.shape[0]):
             convolved.addcmul_(samples[tap : tap + tokens].float(), self.taps[tap])

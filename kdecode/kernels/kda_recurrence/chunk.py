@@ -19,12 +19,13 @@ _MAX_EXPONENT = 40.0
 
 def delta_rule_chunks(
     qkv: Tensor, g: Tensor, beta: Tensor, *, state: Tensor, lower_bound: float | None
-) -> Tensor:
-    """qkv [T, 3, H, K] (q, k normalised), g [T, H, K], beta [T, H], fp32 -> [T, H, V] fp32.
+) -> tuple[Tensor, Tensor]:
+    """qkv [T, 3, H, K] (q, k normalised), g [T, H, K], beta [T, H], all fp32.
 
-    state [H, K, V] fp32 is moved past the T tokens in place.
+    Returns the read-out [T, H, V], and the corrections u as [N * H, C, V] (`token_rows` gives
+    [T, H, V]), both fp32. state [H, K, V] fp32 is moved past the T tokens in place.
     """
-    tokens, _, heads, width = qkv.shape
+    tokens, _, heads, _ = qkv.shape
     chunk = min(CHUNK, -(-tokens // SUB) * SUB)
     # Chunks and heads are one batch axis [B]; only the loop at the end tells them apart.
     q, k, v, g = (_chunked(x, chunk) for x in (*qkv.unbind(1), g))  # [B, C, K or V]
@@ -45,11 +46,16 @@ def delta_rule_chunks(
     out = torch.empty_like(v)
     for begin in range(0, out.shape[0], heads):
         own = slice(begin, begin + heads)
-        correction = torch.baddbmm(value[own], key[own], state, alpha=-1)  # U
+        correction = value[own].baddbmm_(key[own], state, alpha=-1)  # U
         torch.bmm(reads[own], correction, out=out[own])
         out[own].baddbmm_(query[own], state)
         state.mul_(kept[own]).baddbmm_(carried[own], correction)
-    return out.view(-1, heads, chunk, width).transpose(1, 2).flatten(0, 1)[:tokens]
+    return token_rows(out, heads, tokens), value
+
+
+def token_rows(x: Tensor, heads: int, tokens: int) -> Tensor:
+    """[N * H, C, V] of chunks -> [T, H, V]."""
+    return x.view(-1, heads, *x.shape[1:]).transpose(1, 2).flatten(0, 1)[:tokens]
 
 
 def _chunked(x: Tensor, chunk: int) -> Tensor:

@@ -10,7 +10,9 @@ G the sum of g inside a chunk, up to and with a token,
     U = (I + L)^-1 beta (V - (K e^G) S);  O = (Q e^G) S + M U
     S = diag(e^{G_last}) S + (K e^{G_last - G})^T U
 
-A state is read from the request's slot and left at its last row, whatever the phase.
+A state is read from the request's slot and left at its last row, whatever the phase. Of rows that
+are verified it is only read, and what each would do to it goes to ``buffers.effects``, the raw
+samples of kda_proj included.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from kdecode.kernels.contract import OpContract, Tolerance
 CONTRACT = OpContract(
     name="kda_recurrence",
     covers=("kda_step",),
-    reads=("kda_qkv", "kda_decay", "kda_beta"),
+    reads=("kda_proj", "kda_qkv", "kda_decay", "kda_beta"),
     writes=("kda_out",),
     mutates=("recurrent",),
     tolerance=Tolerance(rtol=1e-2, atol=1e-4, rms_ratio=4e-3),

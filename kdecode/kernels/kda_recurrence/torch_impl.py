@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.kda_recurrence.chunk import delta_rule_chunks
+from kdecode.kernels.kda_recurrence.chunk import delta_rule_chunks, token_rows
 
 L2_EPS = 1e-6
 # States of this size are updated in their slots, one request after the other; smaller ones are
@@ -24,11 +25,14 @@ def prepare(problem: Problem, weights: object, buffers: Buffers) -> Prepared:
     assert problem.layer is not None
     kda = problem.config.kda
     states = buffers.caches.recurrent[problem.layer]
-    return _Recurrence(kda.num_heads, kda.head_dim, kda.gate_lower_bound, states, buffers)
+    return _Recurrence(
+        problem.layer, kda.num_heads, kda.head_dim, kda.gate_lower_bound, states, buffers
+    )
 
 
 @dataclass(frozen=True)
 class _Recurrence:
+    layer: int
     heads: int
     head_dim: int
     lower_bound: float | None
@@ -51,13 +55,22 @@ class _Recurrence:
             out.index_copy_(0, rows, self._single(qkv[rows], g[rows], beta[rows]).to(out.dtype))
         for span in step.multi:
             rows = slice(span.first, span.last)
-            out[rows] = delta_rule_chunks(
+            state = self.states[span.slot]
+            out[rows], corrections = delta_rule_chunks(
                 qkv[rows],
                 g[rows],
                 beta[rows],
-                state=self.states[span.slot],
+                state=state.clone() if span.is_verify else state,
                 lower_bound=self.lower_bound,
             )
+            if span.is_verify:
+                self.buffers.effects[span.slot, self.layer] = RowEffects(
+                    keys=qkv[rows, 1],
+                    decays=g[rows],
+                    corrections=token_rows(corrections, self.heads, span.num_rows),
+                    # A copy: rows of prompts in the same step need not wait for the verdict.
+                    samples=buffers["kda_proj"][rows, : 3 * self.heads * self.head_dim].clone(),
+                )
         buffers["kda_out"] = out
 
     def _single(self, qkv: Tensor, g: Tensor, beta: Tensor) -> Tensor:

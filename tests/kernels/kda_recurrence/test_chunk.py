@@ -66,7 +66,7 @@ def test_chunks_equal_the_recurrence(tokens: int, decay: str) -> None:
     qkv, g, beta, state = _inputs(tokens, decay)
     gold_out, gold_state = _recurrence(qkv, g, beta, state)
     lower_bound = {"bounded": -5.0, "weak": -5.0}.get(decay)
-    out = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=lower_bound)
+    out, _ = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=lower_bound)
     # Sums of decays reach 1900 in "strong"; differences of such fp32 numbers are off by 1e-4.
     bound = 2e-5 if decay == "strong" else 3e-6
     _assert_near(out, gold_out, "outputs", bound)
@@ -78,7 +78,7 @@ def test_the_strongest_bounded_decay_stays_finite() -> None:
     qkv, g, beta, state = _inputs(130, "bounded")
     g.fill_(-5.0)
     gold_out, gold_state = _recurrence(qkv, g, beta, state)
-    out = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=-5.0)
+    out, _ = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=-5.0)
     _assert_near(out, gold_out, "outputs")
     _assert_near(state, gold_state, "state")
 
@@ -86,7 +86,7 @@ def test_the_strongest_bounded_decay_stays_finite() -> None:
 def test_a_bound_too_low_for_factors_takes_the_direct_form() -> None:
     qkv, g, beta, state = _inputs(70, "strong")
     gold_out, _ = _recurrence(qkv, g, beta, state)
-    out = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=-30.0)
+    out, _ = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=-30.0)
     _assert_near(out, gold_out, "outputs")
 
 
@@ -95,7 +95,7 @@ def test_carry_over_at_any_boundary(sizes: tuple[int, ...]) -> None:
     qkv, g, beta, state = _inputs(sum(sizes), "bounded")
     gold_out, gold_state = _recurrence(qkv, g, beta, state)
     outs = [
-        delta_rule_chunks(*part, state=state, lower_bound=-5.0)
+        delta_rule_chunks(*part, state=state, lower_bound=-5.0)[0]
         for part in zip(*(x.split(sizes) for x in (qkv, g, beta)), strict=True)
     ]
     _assert_near(torch.cat(outs), gold_out, "outputs")
