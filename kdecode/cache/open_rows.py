@@ -58,7 +58,7 @@ class OpenRows:
             )
 
     def open(self, spans: Sequence[OpenSpan], apply: Apply) -> None:
-        """A verify step has run. apply: called once, with what is kept."""
+        """A verify step is about to run. apply: called with what is kept of it."""
         self.require_none()
         self._open = {span.slot: span for span in spans}
         self._apply = apply

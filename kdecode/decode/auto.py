@@ -70,30 +70,25 @@ def run_standard(plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
     load_step(plan, batch)
     with torch.no_grad():
         plan.run()
-    finish_step(plan)
     return plan.buffers["logits"]
 
 
 def load_step(plan: DecodePlan, batch: StepBatch) -> None:
-    """Derives the batch's metadata; nothing of the last step's stays. Raises StepError."""
+    """Derives the batch's metadata; nothing of the last step's stays. Raises StepError.
+
+    The rows of verified requests are open from here on, for `Caches.commit` after the run.
+    """
     buffers = plan.buffers
     buffers.caches.open_rows.require_none()
     buffers.batch = batch
     buffers.step = derive(batch, buffers.limits, buffers.products.device)
     buffers.effects = {}
-
-
-def finish_step(plan: DecodePlan) -> None:
-    """Leaves the rows of verified requests open, for `Caches.commit`."""
-    buffers = plan.buffers
     spans = [
         OpenSpan(span.slot, span.start, span.first, span.num_rows)
         for span in buffers.step.multi
         if span.is_verify
     ]
-    if spans:
-        buffers.caches.open_rows.open(spans, partial(_commit, buffers.caches, buffers.effects))
-    buffers.effects = {}
+    buffers.caches.open_rows.open(spans, partial(_commit, buffers.caches, buffers.effects))
 
 
 def _commit(
