@@ -76,6 +76,22 @@ def test_generate_chat_streams_the_reply(
     assert (code, out) == (0, response + "\n")
 
 
+@pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
+def test_generate_chat_does_not_show_a_stop_string(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, checkpoint: str
+) -> None:
+    args = ("generate", request.getfixturevalue(checkpoint), "--prompt", "hi", "--chat")
+    args = (*args, "--no-thinking", "--max-tokens", 8, "--ignore-eos")
+    whole = json.loads(_run(capsys, *args, "--json", *ENGINE)[1])["response"]
+    stop = whole[len(whole) // 2 :][:2]
+    expected = whole[: whole.index(stop)]
+    code, out, _ = _run(capsys, *args, "--stop", stop, *ENGINE)
+    assert (code, out) == (0, expected + "\n")
+    document = json.loads(_run(capsys, *args, "--stop", stop, "--json", *ENGINE)[1])
+    assert document["text"] == document["response"] == expected
+    assert document["finish_reason"] == "stop"
+
+
 def test_a_default_model_that_cannot_be_written_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-p", type=float, default=0.0)
     sampling.add_argument("--seed", type=int, help="of the random draws")
     sampling.add_argument(
-        "--stop", action="append", default=[], help="a text that ends the reply; repeatable"
+        "--stop",
+        action="append",
+        default=[],
+        help="a text that ends the reply (with --chat: its response); repeatable",
     )
     sampling.add_argument("--min-tokens", type=int, default=0)
     sampling.add_argument("--ignore-eos", action="store_true")
@@ -201,7 +204,7 @@ def _document(
     llm: LLM, output: Output, metrics: dict[str, Any], chat: ChatReply | None
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "text": output.text,
+        "text": output.text if chat is None else chat.response,
         "token_ids": list(output.token_ids),
         "finish_reason": output.finish_reason,
         "error": output.error,

@@ -46,7 +46,7 @@ from kdecode.engine.request import (
     Timing,
 )
 from kdecode.engine.scheduler import Scheduler, SchedulerLimits
-from kdecode.engine.text import TextStream
+from kdecode.engine.text import StopFilter, TextStream
 from kdecode.engine.worker import Progress, Worker, no_progress, packed_bytes
 from kdecode.model.chat import (
     END_OF_MSG,
@@ -77,7 +77,7 @@ class Token:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A reply in its two channels; `output` has the tokens as they came."""
+    """A reply in its two channels; `output` has its tokens, and as text both channels and tags."""
 
     reasoning: str
     response: str
@@ -160,26 +160,37 @@ class LLM:
     ) -> ChatReply:
         """The assistant's reply to a conversation. Raises ChatError for one without an encoding.
 
+        A stop string acts on the response, where its reader sees it, and not on the reasoning.
         on_text gets what became readable of the reasoning and of the response, as it comes; put
         together, its pieces are the reply's two texts.
         """
+        params = self._chat_params(params)
         prompt = encode_chat(self.tokenizer, messages, thinking=thinking, effort=effort)
-        texts = ReplyStream(self.tokenizer, thinking)
-        pieces: list[tuple[str, str]] = []
+        # The engine's own text has both channels and the names of their tags in it.
+        numbers = [self._submit(prompt, dataclasses.replace(params, stop=()))]
+        channels = ReplyStream(self.tokenizer, thinking)
+        response, reasoning = StopFilter(params.stop), list[str]()
 
-        def tell(piece: tuple[str, str]) -> None:
-            pieces.append(piece)
-            if on_text is not None and any(piece):
-                on_text(*piece)
+        def tell(thought: str, said: str) -> None:
+            reasoning.append(thought)
+            if on_text is not None and (thought or said):
+                on_text(thought, said)
 
-        def read(token: Token) -> None:
-            if token.token_id is not None:
-                tell(texts.push(token.token_id))
-
-        output = self.generate([prompt], self._chat_params(params), read)[0]
-        tell(texts.flush())
-        reasoning, response = ("".join(channel) for channel in zip(*pieces, strict=True))
-        return ChatReply(reasoning, response, output)
+        try:
+            for count, (_, event) in enumerate(self._follow(numbers), start=1):
+                # A token that ended the request is not part of its text.
+                if event.token_id is not None and event.finish_reason != "stop":
+                    thought, said = channels.push(event.token_id)
+                    tell(thought, response.push(said, can_stop=count >= params.min_tokens))
+                if response.is_stopped:
+                    break
+            thought, said = channels.flush()
+            tell(thought, response.close(said))
+            if response.is_stopped:
+                self._loop.stop(numbers[0])
+            return ChatReply("".join(reasoning), response.text, self._loop.collect(numbers[0]))
+        finally:
+            self._discard(numbers)
 
     def teacher_forced(self, prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> Tensor:
         """Logits [len(reply), vocab] fp32: at i, what follows the prompt and reply[:i].

@@ -97,6 +97,15 @@ class StepLoop:
             self.scheduler.finish(request, "abort")
             self._texts[number].close()
 
+    def stop(self, number: int) -> None:
+        """Ends a request in whose text its caller found a stop string, with its latest token."""
+        request = self._requests[number]
+        if not request.is_finished:
+            self.scheduler.finish(request, "stop")
+            self._texts[number].close()
+        elif request.finish_reason == "length":
+            request.finish_reason = "stop"
+
     def collect(self, number: int) -> Output:
         """The output of a finished request, which the loop then forgets."""
         request = self._requests[number]

@@ -19,11 +19,10 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
-class TextStream:
-    """Text pieces of one request. `is_stopped` once a stop string was found; nothing follows it."""
+class StopFilter:
+    """Text pieces up to a stop string. `is_stopped` once one was found; nothing follows it."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = detokenizer
+    def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = tuple(stop)
         self._held = ""
         self._shown: list[str] = []
@@ -34,21 +33,18 @@ class TextStream:
         """Everything that was shown."""
         return "".join(self._shown)
 
-    def push(self, token_id: int, *, can_stop: bool = True) -> str:
+    def push(self, text: str, *, can_stop: bool = True) -> str:
         """The text to show now. Without `can_stop`, stop strings are not looked for."""
         if self.is_stopped:
             return ""
-        self._held += self._detokenizer.push(token_id)
+        self._held += text
         if not can_stop:
             return self._show(len(self._held))
         return self._show_safe()
 
-    def close(self) -> str:
-        """The rest of the text, at the end of the request."""
-        if self.is_stopped:
-            return ""
-        self._held += self._detokenizer.flush()
-        shown = self._show_safe()
+    def close(self, text: str = "") -> str:
+        """The rest of the text, at its end; `text` is what still came."""
+        shown = self.push(text)
         return shown if self.is_stopped else shown + self._show(len(self._held))
 
     def _show_safe(self) -> str:
@@ -78,3 +74,31 @@ class TextStream:
         if shown:
             self._shown.append(shown)
         return shown
+
+
+class TextStream:
+    """Text pieces of the tokens of one request, up to a stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._filter = StopFilter(stop)
+
+    @property
+    def text(self) -> str:
+        """Everything that was shown."""
+        return self._filter.text
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string was found; nothing follows it."""
+        return self._filter.is_stopped
+
+    def push(self, token_id: int, *, can_stop: bool = True) -> str:
+        """The text to show now. Without `can_stop`, stop strings are not looked for."""
+        if self.is_stopped:
+            return ""
+        return self._filter.push(self._detokenizer.push(token_id), can_stop=can_stop)
+
+    def close(self) -> str:
+        """The rest of the text, at the end of the request."""
+        return "" if self.is_stopped else self._filter.close(self._detokenizer.flush())
