@@ -125,6 +125,14 @@ class DraftConfig:
     has_embed: bool
     has_head: bool
 
+    @property
+    def cache_width(self) -> int:
+        """Numbers of a layer's cache row: [latent, rotated key], or keys and values of all heads."""
+        attention = self.attention
+        if isinstance(attention, MlaConfig):
+            return attention.cache_width
+        return 2 * attention.num_kv_heads * attention.head_dim
+
     @classmethod
     def from_checkpoint(
         cls, source: str | Path | Mapping[str, Any], tap_stream: TapStream | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kdecode.config import ConfigError, ModelConfig
+from kdecode.config_draft import DraftConfig
 
 # Bytes of one cached number of an MLA row.
 CACHE_ITEM_BYTES = {"bf16": 2, "fp8": 1}
@@ -39,10 +40,15 @@ def slot_bytes(config: ModelConfig) -> int:
     return config.layer_kinds.count("kda") * (window + recurrent)
 
 
-def page_bytes(config: ModelConfig, page_tokens: int, cache_dtype: str) -> int:
-    """One page in all MLA layers."""
+def page_bytes(
+    config: ModelConfig, page_tokens: int, cache_dtype: str, draft: DraftConfig | None = None
+) -> int:
+    """One page in all MLA layers, and in those of a draft, whose rows are bf16."""
     row = config.mla.cache_width * item_bytes(cache_dtype)
-    return config.layer_kinds.count("mla") * page_tokens * row
+    target = config.layer_kinds.count("mla") * page_tokens * row
+    if draft is None:
+        return target
+    return target + draft.num_layers * page_tokens * draft.cache_width * _BF16_BYTES
 
 
 def pages_for(num_tokens: int, page_tokens: int) -> int:
@@ -57,6 +63,7 @@ def size_from_budget(
     max_context_tokens: int,
     page_tokens: int,
     cache_dtype: str,
+    draft: DraftConfig | None = None,
 ) -> CacheSize:
     """Slots first, as many as ``max_requests``, then pages for the rest of the budget.
 
@@ -66,7 +73,7 @@ def size_from_budget(
     for name, value in (("max_requests", max_requests), ("max_context_tokens", max_context_tokens)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; it has to be at least 1.")
-    slot, page = slot_bytes(config), page_bytes(config, page_tokens, cache_dtype)
+    slot, page = slot_bytes(config), page_bytes(config, page_tokens, cache_dtype, draft)
     pages_of_one = pages_for(max_context_tokens, page_tokens) if page else 0
     needed = slot + pages_of_one * page
     if budget_bytes < needed:

@@ -17,6 +17,7 @@ from kdecode.cache.budget import item_bytes, pages_for
 from kdecode.cache.open_rows import OpenRows
 from kdecode.cache.pool import IndexPool
 from kdecode.config import ConfigError, ModelConfig
+from kdecode.config_draft import DraftConfig
 
 _CACHE_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -33,7 +34,8 @@ class Caches:
     recurrent: KDA states [num_slots, H, K, V] fp32.
     pages: MLA rows [num_pages, page_tokens, cache_width], bf16, or E4M3 with ``scales[layer]``
     (stored = row / scale). scales is 1.0 for bf16.
-    open_rows: of a verify step that is not committed.
+    draft: by layer of the draft, its rows [num_pages, page_tokens, width] bf16; a request's are on
+    the same pages as its MLA rows. open_rows: of a verify step that is not committed.
     """
 
     page_tokens: int
@@ -44,6 +46,7 @@ class Caches:
     scales: dict[int, float]
     slot_pool: IndexPool
     page_pool: IndexPool
+    draft: dict[int, Tensor] = field(default_factory=dict)
     open_rows: OpenRows = field(default_factory=OpenRows)
 
     @staticmethod
@@ -56,6 +59,7 @@ class Caches:
         *,
         cache_dtype: str = "bf16",
         scales: Mapping[int, float] | None = None,
+        draft: DraftConfig | None = None,
     ) -> Caches:
         """Allocates every layer's tensors.
 
@@ -77,6 +81,11 @@ class Caches:
                 shape = (num_pages, page_tokens, config.mla.cache_width)
                 pages[layer] = torch.zeros(shape, dtype=dtype, device=device)
                 layer_scales[layer] = _scale(layer, cache_dtype, scales or {})
+        draft_pages = {}
+        if draft is not None:
+            shape = (num_pages, page_tokens, draft.cache_width)
+            for layer in range(draft.num_layers):
+                draft_pages[layer] = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         return Caches(
             page_tokens=page_tokens,
             cache_dtype=cache_dtype,
@@ -86,6 +95,7 @@ class Caches:
             scales=layer_scales,
             slot_pool=IndexPool(num_slots, "KDA slot"),
             page_pool=IndexPool(num_pages, "MLA page"),
+            draft=draft_pages,
         )
 
     @property
@@ -98,7 +108,8 @@ class Caches:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (*self.conv.values(), *self.recurrent.values(), *self.pages.values())
+        parts = (self.conv, self.recurrent, self.pages, self.draft)
+        tensors = [tensor for part in parts for tensor in part.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def allocate_slot(self) -> int:

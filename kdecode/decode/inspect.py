@@ -83,7 +83,7 @@ class PlanProbe:
     ) -> None:
         self._packed, self._plan, self._caches = packed, plan, caches
         self._rows, self._context_tokens = rows, context_tokens
-        self._is_native = plan.launch_all is not None
+        self._is_native = plan.launch is not None
         self._num_threads = num_threads
         self._random = random.Random(0)
         self._slots: list[int] = []

@@ -118,7 +118,7 @@ def build(deployment: Deployment, packed: PackedModel, caches: Caches, rows: int
         described,
         steps=tuple(steps),
         buffers=buffers,
-        launch_all=lambda: program.run(0, len(steps)),
+        launch=program.run,
     )
 
 
@@ -143,7 +143,7 @@ def describe(deployment: Deployment, packed: PackedModel, rows: int) -> DecodePl
         steps=tuple(_describe_step(deployment, packed, names, op, layer) for op, layer in ops),
         buffer_specs=specs,
         buffers=Buffers(),
-        launch_all=cannot_run,
+        launch=cannot_run,
     )
 
 

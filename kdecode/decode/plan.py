@@ -24,7 +24,7 @@ class PlanError(ValueError):
     """A plan that does not cover the model exactly once, or reads what nobody wrote."""
 
 
-def cannot_run() -> None:
+def cannot_run(begin: int = 0, end: int = 0) -> None:
     """What a step of a plan without weights does."""
     raise PlanError("This plan describes a configuration; it has no weights and cannot run.")
 
@@ -76,8 +76,9 @@ class DecodePlan:
     steps: tuple[Step, ...]
     buffer_specs: tuple[Buffer, ...]
     buffers: Buffers
-    # One call that runs every step, when the backend has one; else they are launched one by one.
-    launch_all: Callable[[], None] | None = None
+    # One call that runs steps begin .. end - 1, when the backend has one; else they are launched
+    # one by one.
+    launch: Callable[[int, int], None] | None = None
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -115,10 +116,14 @@ class DecodePlan:
 
     def run(self) -> None:
         """All steps, in order."""
-        if self.launch_all is not None:
-            self.launch_all()
+        self.run_range(0, len(self.steps))
+
+    def run_range(self, begin: int, end: int) -> None:
+        """Steps begin .. end - 1. Ranges that follow one another are a run."""
+        if self.launch is not None:
+            self.launch(begin, end)
             return
-        for step in self.steps:
+        for step in self.steps[begin:end]:
             step.run()
 
     def run_until(self, step: int) -> None:
@@ -138,7 +143,7 @@ class DecodePlan:
             row_text = f"{self.rows} row{'' if self.rows == 1 else 's'}"
         title = f"backend {self.backend}, {row_text}, {self.rows_per_request} a request"
         total = f"{len(self.steps)} steps"
-        if self.launch_all is not None:
+        if self.launch is not None:
             total += " in one native call"
         return "\n".join([title, *_table(rows), total, *self.notes]) + "\n"
 

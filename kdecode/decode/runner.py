@@ -17,10 +17,12 @@ import torch
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.config_draft import DraftConfig
 from kdecode.decode import auto, latency_specialized
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
 from kdecode.decode.step_check import StepError, check_step
+from kdecode.decode.taps import Taps
 from kdecode.kernels.common import native
 from kdecode.model.layout import PackedModel
 
@@ -72,10 +74,16 @@ class StepRunner:
     """One rank's forward: `run` gives the logits of a step and moves the caches.
 
     Raises BackendRefusedError at construction when latency_specialized is asked for by name on a
-    deployment that cannot run it.
+    deployment that cannot run it. draft: whose taps are taken in every step that is counted.
     """
 
-    def __init__(self, packed: PackedModel, caches: Caches, engine: EngineConfig) -> None:
+    def __init__(
+        self,
+        packed: PackedModel,
+        caches: Caches,
+        engine: EngineConfig,
+        draft: DraftConfig | None = None,
+    ) -> None:
         self.config = packed.config
         self.engine = engine
         self.stats = StepStats()
@@ -85,10 +93,14 @@ class StepRunner:
         self._standard = auto.build_auto_plan(packed, caches, engine)
         self._plans: dict[int, DecodePlan] = {}
         self._logged: set[str] = set()
+        # Of the last step: what the draft reads of each of its rows, [R, taps, M].
+        self.last_taps: torch.Tensor | None = None
         if engine.decode_backend == "latency_specialized":
             deployment = deployment_of(packed.config, engine)
             for rows in ROW_BUCKETS:
                 self._plans[rows] = latency_specialized.build(deployment, packed, caches, rows)
+        plans = (self._standard, *self._plans.values())
+        self._taps = {} if draft is None else {id(plan): Taps.of(plan, draft) for plan in plans}
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits [requests that need them, vocab] fp32, in request order."""
@@ -98,8 +110,7 @@ class StepRunner:
         if path == SPECIALIZED:
             logits = self._run_plan(self._plans[batch.num_rows], batch)
         else:
-            torch.set_num_threads(self._num_threads)
-            logits = auto.run_standard(self._standard, batch)
+            logits = self._run_standard(batch)
         self.last_path = (path, reason or "")
         if is_decode_step:
             self.stats.decode_steps[self.last_path] += 1
@@ -112,12 +123,25 @@ class StepRunner:
         """The plan that serves a decode step of so many rows."""
         return self._plans.get(rows, self._standard)
 
+    def _run_standard(self, batch: StepBatch) -> torch.Tensor:
+        torch.set_num_threads(self._num_threads)
+        auto.load_step(self._standard, batch)
+        with torch.no_grad():
+            self._launch(self._standard)
+        return self._standard.buffers["logits"]
+
     def _run_plan(self, plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
         load_inputs(plan, batch)
         # The native pool owns the cores meanwhile; torch's own threads would only fight it.
         torch.set_num_threads(1)
-        plan.run()
+        self._launch(plan)
         return plan.buffers["logits"].clone()
+
+    def _launch(self, plan: DecodePlan) -> None:
+        if self._taps:
+            self.last_taps = self._taps[id(plan)].run(plan)
+        else:
+            plan.run()
 
     def _log_fallback(self, reason: str | None) -> None:
         if reason is None or not self._plans or reason in self._logged:

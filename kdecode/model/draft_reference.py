@@ -83,12 +83,7 @@ class DraftState:
 
     @staticmethod
     def new(config: DraftConfig, rounding: Rounding) -> DraftState:
-        attention = config.attention
-        if isinstance(attention, MlaConfig):
-            width = attention.cache_width
-        else:
-            width = 2 * attention.num_kv_heads * attention.head_dim
-        empty = rounding.narrow(torch.zeros(0, width))
+        empty = rounding.narrow(torch.zeros(0, config.cache_width))
         return DraftState([empty] * config.num_layers)
 
     @property

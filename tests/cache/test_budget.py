@@ -8,7 +8,10 @@ import pytest
 
 from kdecode.cache.budget import page_bytes, size_from_budget, slot_bytes
 from kdecode.cache.caches import Caches
-from kdecode.config import ConfigError, KdaConfig, MlaConfig
+from kdecode.config import ConfigError, KdaConfig, MlaConfig, ModelConfig
+from kdecode.config_draft import DraftConfig, DraftKind
+from kdecode.model.draft_synthesis import draft_document
+from kdecode.model.presets import PRESETS, released_config
 from kdecode.testing.cases import tiny_k3, tiny_linear
 
 CONFIG = tiny_k3()
@@ -66,6 +69,22 @@ def test_exactly_one_request_fits() -> None:
     assert (size.num_slots, size.num_pages, size.num_bytes) == (1, 7, needed)
     with pytest.raises(ConfigError, match=f"{needed - 1:,} bytes; one request of 100 tokens"):
         size_from_budget(CONFIG, needed - 1, 4, 100, 16, "bf16")
+
+
+@pytest.mark.parametrize("kind", ["inferact", "radixark"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_page_has_the_rows_of_the_draft_too(kind: DraftKind, dtype: str) -> None:
+    config = ModelConfig.from_checkpoint(released_config(PRESETS["mini"]))
+    draft = DraftConfig.from_checkpoint(draft_document(kind, config))
+    page = page_bytes(config, 16, dtype, draft)
+    own = draft.num_layers * 16 * draft.cache_width * 2
+    assert page == page_bytes(config, 16, dtype) + own
+    budget = 2 * slot_bytes(config) + 9 * page
+    size = size_from_budget(config, budget, 2, 100, 16, dtype, draft)
+    assert (size.num_slots, size.num_pages, size.num_bytes) == (2, 9, budget)
+    scales = dict.fromkeys(range(config.num_layers), 1.0)
+    caches = Caches.allocate(config, "cpu", 2, 9, 16, cache_dtype=dtype, scales=scales, draft=draft)
+    assert caches.num_bytes == budget
 
 
 def test_a_model_of_one_kind_of_layer() -> None:

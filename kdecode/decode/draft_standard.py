@@ -1,0 +1,264 @@
+"""A draft's forward in torch, for any rows of any requests: what `auto` is to the target.
+
+Owns the draft's packed weights, the writing of its cache rows and one round's block. The maths and
+the rounding points are `model/draft_reference.py`'s; docs/speculative.md has the formulas. Does not
+know how drafts are chosen from logits, nor requests' life cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kdecode.cache.caches import Caches
+from kdecode.config import EngineConfig, MlaConfig
+from kdecode.config_draft import DraftConfig, GqaConfig
+from kdecode.kernels.common.norm import rms_norm
+from kdecode.kernels.linear.product import Scratch, make_linear
+from kdecode.model.draft_layout import PackedDraft, PackedDraftLayer, PackedDraftMla
+from kdecode.model.draft_reference import frequencies
+from kdecode.model.layout import PackedModel
+
+
+@dataclass(frozen=True)
+class ContextRows:
+    """Committed tokens of one request: positions start, start + 1, ... and what was tapped there.
+
+    pages: of the request, enough for them. taps [T, taps, M] bf16.
+    """
+
+    start: int
+    pages: tuple[int, ...]
+    taps: Tensor
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A request that is to get drafts: its newest token, and the rows cached before it."""
+
+    anchor: int
+    num_tokens: int
+    pages: tuple[int, ...]
+
+
+class DraftBlock(NamedTuple):
+    """For each request its drafts, and what the confidence head expects of each, if there is one.
+
+    confidence: that a draft holds if all before it do.
+    """
+
+    tokens: list[tuple[int, ...]]
+    confidence: list[tuple[float, ...]] | None
+
+
+# (place of the draft, logits [B, vocab] fp32) -> a token for each request.
+Choose = Callable[[int, Tensor], Sequence[int]]
+
+
+class StandardDraft:
+    """target: whose embedding and head the draft uses where it has none of its own."""
+
+    def __init__(
+        self,
+        packed: PackedDraft,
+        config: DraftConfig,
+        target: PackedModel,
+        caches: Caches,
+        engine: EngineConfig,
+    ) -> None:
+        self.config = config
+        self._packed = packed
+        self._caches = caches
+        self._device = engine.device
+        self._embed = target.embed if packed.embed is None else packed.embed
+        head = target.head if packed.head is None else packed.head
+        self._head = make_linear(head, Scratch(engine.device, engine.isa))
+        self._frequencies = frequencies(config.rope)
+
+    def append(self, parts: Sequence[ContextRows]) -> None:
+        """Caches the rows of committed tokens, in every layer."""
+        with torch.no_grad():
+            context = self._context(torch.cat([part.taps for part in parts]))
+            spans = [(part.start, part.taps.shape[0]) for part in parts]
+            angles = self._angles(spans)
+            tokens = self._caches.page_tokens
+            places = [
+                part.pages[position // tokens] * tokens + position % tokens
+                for part, (start, count) in zip(parts, spans, strict=True)
+                for position in range(start, start + count)
+            ]
+            index = torch.tensor(places, device=self._device)
+            for number, layer in enumerate(self._packed.layers):
+                rows = self._cache_rows(layer, context, angles)
+                self._caches.draft[number].flatten(0, 1).index_copy_(0, index, rows)
+
+    def block(
+        self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
+    ) -> DraftBlock:
+        """Drafts of each request for the tokens behind its anchor, strictly left to right."""
+        with torch.no_grad():
+            hidden = self._hidden(requests, num_drafts)  # [B, N, M]
+            base = self._head(hidden.flatten(0, 1)).float().view(*hidden.shape[:2], -1)
+            previous = [request.anchor for request in requests]
+            chosen, confidence = [], []
+            for place in range(num_drafts):
+                markov = self._packed.markov_in[torch.tensor(previous, device=self._device)]
+                logits = base[:, place] + F.linear(markov.float(), self._packed.markov_out)
+                if self._packed.confidence is not None:
+                    confidence.append(self._expected(hidden[:, place], markov))
+                previous = list(choose(place, logits))
+                chosen.append(previous)
+            tokens = [tuple(drafts) for drafts in zip(*chosen, strict=True)]
+            if not confidence:
+                return DraftBlock(tokens, None)
+            rows = torch.stack(confidence, dim=1).tolist()
+            return DraftBlock(tokens, [tuple(row) for row in rows])
+
+    def _expected(self, hidden: Tensor, markov: Tensor) -> Tensor:
+        """The confidence head: [B, M], [B, R] -> [B]."""
+        assert self._packed.confidence is not None
+        weight, bias = self._packed.confidence
+        return torch.sigmoid(torch.cat([hidden, markov], dim=-1).float() @ weight + bias)
+
+    def _context(self, taps: Tensor) -> Tensor:
+        packed, eps = self._packed, self.config.rms_eps
+        if packed.tap_norms is not None:
+            normed = [
+                rms_norm(taps[:, place], weight, eps)
+                for place, weight in enumerate(packed.tap_norms)
+            ]
+            taps = torch.stack(normed, dim=1)
+        return rms_norm(F.linear(taps.flatten(1), packed.context_proj), packed.context_norm, eps)
+
+    def _hidden(self, requests: Sequence[DraftRequest], num_rows: int) -> Tensor:
+        """[B, N, M] after the last norm; row k is about the token k + 1 behind the anchor."""
+        config, packed = self.config, self._packed
+        masks = [config.mask_id] * (num_rows - 1)
+        tokens = [token for request in requests for token in (request.anchor, *masks)]
+        x = self._embed[torch.tensor(tokens, device=self._device)]
+        angles = self._angles([(request.num_tokens, num_rows) for request in requests])
+        for number, layer in enumerate(packed.layers):
+            h = rms_norm(x, layer.input_norm, config.rms_eps)
+            own = self._cache_rows(layer, h, angles)
+            query = self._query(layer, h, angles)  # [B*N, H, width]
+            parts = zip(
+                requests, torch.split(query, num_rows), torch.split(own, num_rows), strict=True
+            )
+            read = torch.cat([self._attend(number, *part) for part in parts])
+            if isinstance(layer.attention, PackedDraftMla):
+                # [B*N, H, rank] by each head's own matrix.
+                read = torch.bmm(read.transpose(0, 1), layer.attention.w_uv).transpose(0, 1)
+            x = x + F.linear(read.flatten(1), layer.attention.o_proj)
+            h = rms_norm(x, layer.post_norm, config.rms_eps)
+            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear((F.silu(gate.float()) * up.float()).to(h.dtype), layer.down)
+        return rms_norm(x, packed.norm, config.rms_eps).view(len(requests), num_rows, -1)
+
+    def _angles(self, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, dim / 2] fp32 of (first position, number of positions) spans."""
+        positions = torch.cat([torch.arange(start, start + count) for start, count in spans])
+        angles = positions.double().unsqueeze(-1) * self._frequencies
+        amplitude = self.config.rope.amplitude
+        cos, sin = (angles.cos() * amplitude).float(), (angles.sin() * amplitude).float()
+        return cos.to(self._device), sin.to(self._device)
+
+    def _rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, H, dim] bf16, turned by position, rounded once."""
+        cos, sin = (part.unsqueeze(1) for part in angles)
+        wide = x.float()
+        if self.config.rope.is_interleaved:
+            a, b = wide[..., 0::2], wide[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        else:
+            a, b = wide.chunk(2, dim=-1)
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return turned.to(x.dtype)
+
+    def _cache_rows(
+        self, layer: PackedDraftLayer, x: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The cache row of each row of x [T, M], which is context, or the block after its norm."""
+        p, attention = layer.attention, self.config.attention
+        both = F.linear(x, p.cache_proj)
+        if isinstance(p, PackedDraftMla) and isinstance(attention, MlaConfig):
+            latent, key = torch.split(both, [attention.kv_rank, attention.rope_dim], dim=-1)
+            turned = self._rotate(key.unsqueeze(1), angles).squeeze(1)
+            return torch.cat([rms_norm(latent, p.kv_norm, attention.latent_norm_eps), turned], -1)
+        assert isinstance(attention, GqaConfig)
+        assert not isinstance(p, PackedDraftMla)
+        key, value = both.chunk(2, dim=-1)
+        key = key.view(-1, attention.num_kv_heads, attention.head_dim)
+        key = self._rotate(rms_norm(key, p.k_norm, self.config.rms_eps), angles)
+        return torch.cat([key.flatten(1), value], dim=-1)
+
+    def _query(self, layer: PackedDraftLayer, h: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, H, width of what it is compared with]."""
+        p, attention = layer.attention, self.config.attention
+        if isinstance(p, PackedDraftMla) and isinstance(attention, MlaConfig):
+            low = rms_norm(F.linear(h, p.q_a), p.q_norm, attention.latent_norm_eps)
+            heads = F.linear(low, p.q_b).view(-1, attention.num_heads, attention.qk_dim)
+            nope, turned = torch.split(heads, [attention.nope_dim, attention.rope_dim], dim=-1)
+            latent = torch.bmm(nope.transpose(0, 1), p.w_uk).transpose(0, 1)
+            return torch.cat([latent, self._rotate(turned, angles)], dim=-1)
+        assert isinstance(attention, GqaConfig)
+        assert not isinstance(p, PackedDraftMla)
+        heads = F.linear(h, p.q_proj).view(-1, attention.num_heads, attention.head_dim)
+        return self._rotate(rms_norm(heads, p.q_norm, self.config.rms_eps), angles)
+
+    def _attend(self, number: int, request: DraftRequest, query: Tensor, own: Tensor) -> Tensor:
+        """query [N, H, width] over the request's context and the block's own rows [N, width]."""
+        attention, scale = self.config.attention, self.config.rope.score_scale
+        rows = torch.cat([self._context_rows(number, request), own])
+        if isinstance(attention, MlaConfig):
+            keys = values = rows.unsqueeze(0)
+            scale *= attention.qk_dim**-0.5
+            num_groups = 1
+        else:
+            shape = (rows.shape[0], 2, attention.num_kv_heads, attention.head_dim)
+            keys, values = rows.view(shape).permute(1, 2, 0, 3)
+            scale *= attention.head_dim**-0.5
+            num_groups = attention.num_kv_heads
+        out = _grouped(query, keys, values, num_groups, scale, is_causal=self.config.is_causal)
+        return out[..., : attention.kv_rank] if isinstance(attention, MlaConfig) else out
+
+    def _context_rows(self, number: int, request: DraftRequest) -> Tensor:
+        """The committed rows that a round sees, [C, width]; nothing before the window is read."""
+        count, tokens = request.num_tokens, self._caches.page_tokens
+        first = 0 if self.config.window is None else max(0, count - self.config.window)
+        pages = request.pages[first // tokens : -(-count // tokens)]
+        index = torch.tensor(pages, device=self._device)
+        rows = self._caches.draft[number].index_select(0, index).flatten(0, 1)
+        skipped = first // tokens * tokens
+        return rows[first - skipped : count - skipped]
+
+
+def _grouped(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_groups: int,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """query [N, H, width], keys and values [G, C + N, width] -> [N, H, width].
+
+    The heads of a group are the query positions of one attention, so that its rows are read once.
+    is_causal: a row sees the block's rows up to itself, and all of the context.
+    """
+    count, heads, width = query.shape
+    grouped = query.transpose(0, 1).reshape(num_groups, -1, width)  # a head's rows together
+    mask = None
+    if is_causal:
+        context = keys.shape[1] - count
+        mask = torch.ones(count, keys.shape[1], dtype=torch.bool, device=query.device)
+        mask = mask.tril_(context).repeat(heads // num_groups, 1)
+    out = F.scaled_dot_product_attention(
+        grouped[None], keys[None], values[None], attn_mask=mask, scale=scale
+    )
+    return out[0].reshape(heads, count, -1).transpose(0, 1)
