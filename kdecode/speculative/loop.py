@@ -10,12 +10,12 @@ controls and no request's life cycle: proposals come in, and ``judge`` decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kdecode.cache.batch import StepBatch, StepRequest
+from kdecode.cache.batch import StepBatch
 from kdecode.speculative.accept import verify_greedy
 from kdecode.speculative.stats import RoundStats
 from kdecode.speculative.streams import Streams
@@ -25,19 +25,6 @@ from kdecode.speculative.types import Proposal, Rollback, Verdict
 Forward = Callable[[StepBatch], Tensor]
 # (index of the request, its proposal, logits [N + 1, vocab]) -> verdict.
 Judge = Callable[[int, Proposal, Tensor], Verdict]
-
-
-@dataclass
-class ActiveRequest:
-    """A request past its prompt. The caches hold all of its tokens but the anchor, the last."""
-
-    token_ids: list[int]
-    slot: int
-    pages: tuple[int, ...]
-
-    @property
-    def anchor_position(self) -> int:
-        return len(self.token_ids) - 1
 
 
 def judge_greedily(index: int, proposal: Proposal, logits: Tensor) -> Verdict:
@@ -56,52 +43,54 @@ class SpeculativeLoop:
 
     def round(
         self,
-        requests: Sequence[ActiveRequest],
+        anchors: StepBatch,
         proposals: Sequence[Proposal],
         judge: Judge = judge_greedily,
     ) -> list[Verdict]:
-        """One round of every request; their token ids grow by what was accepted and one.
+        """One round of every request. anchors: their plain decode step, with room for the drafts.
 
         Raises ValueError, with nothing run, for proposals that are not these requests' own. What
-        ``judge`` raises ends the round between step and commit: the requests keep their tokens, and
-        their slots and pages are to be freed.
+        ``judge`` raises ends the round between step and commit: the slots of requests with drafts
+        are as they were before it.
         """
-        _check(requests, proposals)
-        batch = self.rollback.before(_step(requests, proposals))
+        _check(anchors, proposals)
+        batch = self.rollback.before(_with_drafts(anchors, proposals))
         logits = self.forward(batch)
         verdicts = []
         parts = torch.split(logits, [len(part.token_ids) for part in batch.requests])
         for index, (proposal, part) in enumerate(zip(proposals, parts, strict=True)):
             verdicts.append(judge(index, proposal, part))
         self.rollback.keep(batch, [verdict.committed_rows for verdict in verdicts])
-        for request, proposal, verdict in zip(requests, proposals, verdicts, strict=True):
-            request.token_ids += verdict.tokens(proposal)
+        for verdict in verdicts:
             self.stats.record(verdict)
         return verdicts
 
 
-def _step(requests: Sequence[ActiveRequest], proposals: Sequence[Proposal]) -> StepBatch:
+def _with_drafts(anchors: StepBatch, proposals: Sequence[Proposal]) -> StepBatch:
     return StepBatch(
         tuple(
-            StepRequest(
-                token_ids=(request.token_ids[-1], *proposal.drafts),
-                start=request.anchor_position,
-                slot=request.slot,
-                pages=request.pages,
-                is_decode=True,
+            replace(
+                request,
+                token_ids=(*request.token_ids, *proposal.drafts),
+                needs_logits=True,
                 all_logits=True,
             )
-            for request, proposal in zip(requests, proposals, strict=True)
+            for request, proposal in zip(anchors.requests, proposals, strict=True)
         )
     )
 
 
-def _check(requests: Sequence[ActiveRequest], proposals: Sequence[Proposal]) -> None:
-    if len(requests) != len(proposals):
-        raise ValueError(f"{len(requests)} requests have {len(proposals)} proposals.")
-    for index, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
-        if proposal.anchor_position != request.anchor_position:
+def _check(anchors: StepBatch, proposals: Sequence[Proposal]) -> None:
+    if len(anchors.requests) != len(proposals):
+        raise ValueError(f"{len(anchors.requests)} requests have {len(proposals)} proposals.")
+    for index, (request, proposal) in enumerate(zip(anchors.requests, proposals, strict=True)):
+        if not request.is_decode or len(request.token_ids) != 1:
+            raise ValueError(
+                f"Request {index} of a round has {len(request.token_ids)} tokens; it must have its "
+                "anchor alone, behind its prompt."
+            )
+        if proposal.anchor_position != request.start:
             raise ValueError(
                 f"The proposal for request {index} has its anchor at {proposal.anchor_position}; "
-                f"the request's last token is at {request.anchor_position}."
+                f"the request's last token is at {request.start}."
             )

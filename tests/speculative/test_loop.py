@@ -23,7 +23,7 @@ from kdecode.model.layout import pack_model
 from kdecode.model.weights import CheckpointReader
 from kdecode.speculative.accept import verify_greedy
 from kdecode.speculative.checkpoint import SlotCheckpoints
-from kdecode.speculative.loop import ActiveRequest, SpeculativeLoop
+from kdecode.speculative.loop import Judge, SpeculativeLoop, judge_greedily
 from kdecode.speculative.rollback import Deferred, Recomputation
 from kdecode.speculative.streams import Streams
 from kdecode.speculative.types import Proposal, Rollback, Verdict
@@ -78,6 +78,37 @@ class Machine:
             rows = pool[list(pages)].flatten(0, 1)[:num_tokens]
             found[f"rows.{layer}"] = rows.clone()
         return found
+
+
+@dataclass
+class ActiveRequest:
+    """A request past its prompt. The caches hold all of its tokens but the anchor, the last."""
+
+    token_ids: list[int]
+    slot: int
+    pages: tuple[int, ...]
+
+    @property
+    def anchor_position(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
+    def step(self) -> StepRequest:
+        anchor = (self.token_ids[-1],)
+        return StepRequest(anchor, self.anchor_position, self.slot, self.pages, is_decode=True)
+
+
+def _round(
+    loop: SpeculativeLoop,
+    actives: Sequence[ActiveRequest],
+    proposals: Sequence[Proposal],
+    judge: Judge = judge_greedily,
+) -> list[Verdict]:
+    """One round, and the requests' tokens moved on."""
+    verdicts = loop.round(StepBatch(tuple(one.step for one in actives)), proposals, judge)
+    for one, proposal, verdict in zip(actives, proposals, verdicts, strict=True):
+        one.token_ids += verdict.tokens(proposal)
+    return verdicts
 
 
 @dataclass
@@ -218,7 +249,7 @@ def _follow(
         followers.append(Follower(plain, active, _patterns(drafts)))
     while running := [one for one in followers if not one.is_done]:
         proposals = [one.propose() for one in running]
-        verdicts = loop.round([one.active for one in running], proposals)
+        verdicts = _round(loop, [one.active for one in running], proposals)
         for one, verdict in zip(running, verdicts, strict=True):
             one.check(machine, verdict)
     return followers, loop
@@ -256,7 +287,7 @@ def test_rounds_without_drafts_are_plain_decoding_bit_for_bit(setup: Setup) -> N
     tokens = [*plain.prompt, int(logits.argmax())]
     active = ActiveRequest(tokens, request.slot, request.pages)
     for place in range(1, 10):
-        (verdict,) = loop.round([active], [Proposal(active.anchor_position, ())])
+        (verdict,) = _round(loop, [active], [Proposal(active.anchor_position, ())])
         assert verdict == Verdict(0, plain.tokens[place], 0)
         cached = active.anchor_position
         state = machine.state(active.slot, active.pages, cached)
@@ -287,7 +318,7 @@ def test_synthetic_acceptance_takes_any_draft(
         return verify_greedy(proposal, best, streams, rates)
 
     drafts = (7, 8, 9)
-    (verdict,) = loop.round([active], [Proposal(active.anchor_position, drafts)], judge)
+    (verdict,) = _round(loop, [active], [Proposal(active.anchor_position, drafts)], judge)
     assert (verdict.accepted, verdict.is_synthetic) == (2, True)
     assert loop.stats.is_synthetic
     assert active.token_ids[-3:-1] == [7, 8]
@@ -305,9 +336,9 @@ def test_proposals_of_another_round_run_nothing(
     before = machine.state(active.slot, active.pages, active.anchor_position)
     stale = Proposal(active.anchor_position - 1, (3,))
     with pytest.raises(ValueError, match=r"request 0 has its anchor at 4; .* at 5"):
-        loop.round([active], [stale])
+        _round(loop, [active], [stale])
     with pytest.raises(ValueError, match="1 requests have 0 proposals"):
-        loop.round([active], [])
+        _round(loop, [active], [])
     after = machine.state(active.slot, active.pages, active.anchor_position)
     for key, x in before.items():
         bit_equal(after[key], x, key)
@@ -394,7 +425,7 @@ def test_a_round_that_is_interrupted_leaves_the_slot_as_it_was(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        loop.round([active], [Proposal(cached, (1, 2))], interrupted)
+        _round(loop, [active], [Proposal(cached, (1, 2))], interrupted)
     after = machine.state(active.slot, active.pages, cached)
     for key, x in before.items():
         bit_equal(after[key], x, key)
