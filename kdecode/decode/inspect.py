@@ -21,7 +21,7 @@ from kdecode.cache.budget import item_bytes
 from kdecode.cache.caches import Caches
 from kdecode.decode.auto import load_step
 from kdecode.decode.plan import DecodePlan, Step
-from kdecode.decode.runner import load_inputs
+from kdecode.decode.runner import callers_threads, load_inputs
 from kdecode.decode.traffic import expert_bytes, stage_state_bytes
 from kdecode.model.layout import PackedModel
 
@@ -112,10 +112,10 @@ class PlanProbe:
         """``runs`` runs timed step by step, and as many whole; one more of each comes first."""
         if runs < 1:
             raise ValueError(f"{runs} timed runs; there has to be at least 1.")
-        # The native pool owns the cores in its own plans; torch's threads would only fight it.
-        torch.set_num_threads(1 if self._is_native else self._num_threads)
         whole, single = [], []
-        with torch.no_grad():
+        with torch.no_grad(), callers_threads():
+            # The native pool owns the cores in its own plans; torch's threads would only fight it.
+            torch.set_num_threads(1 if self._is_native else self._num_threads)
             for _ in range(runs + 1):
                 whole.append(self._timed_run())
                 single.append(self._timed_steps())

@@ -21,7 +21,7 @@ from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_b
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
-from kdecode.decode.runner import StepRunner, check_processor, deployment_of
+from kdecode.decode.runner import StepRunner, callers_threads, check_processor, deployment_of
 from kdecode.engine.loop import StepResult
 from kdecode.engine.request import Request
 from kdecode.engine.sampling import BadLogits, Draw, sample
@@ -77,6 +77,7 @@ class Worker:
         self.runner = StepRunner(self.packed, self.caches, engine)
         self.build_times = BuildTimes(opened - begin, packed - opened, time.perf_counter() - packed)
 
+    @callers_threads()
     def execute(self, step: ScheduledStep) -> StepResult:
         """Runs a step and chooses the tokens of the requests that get one."""
         logits = self.runner.run(step.batch)
