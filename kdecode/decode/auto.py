@@ -28,7 +28,7 @@ from kdecode.kernels.attn_res.op import MixWeights
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, Problem
-from kdecode.kernels.kda_commit import torch_impl as kda_commit
+from kdecode.kernels.kda_commit.move import move
 from kdecode.kernels.linear.product import Scratch
 from kdecode.kernels.mlp.op import MlpWeights
 from kdecode.kernels.projection.op import ProjectionWeights
@@ -101,7 +101,7 @@ def _commit(
             slot = rows.span.slot
             for layer, window in caches.conv.items():
                 state = caches.recurrent[layer][slot]
-                kda_commit.move(window[slot], state, effects[slot, layer], rows.kept)
+                move(window[slot], state, effects[slot, layer], rows.kept)
 
 
 def _buffer_specs(config: ModelConfig) -> tuple[Buffer, ...]:

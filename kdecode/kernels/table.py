@@ -11,6 +11,7 @@ from kdecode.kernels.contract import Implementation, OpContract
 _NATIVE = (
     "embed",
     "kda_front",
+    "kda_commit",
     "mla_front",
     "attn_out",
     "dense_mlp",

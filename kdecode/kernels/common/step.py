@@ -40,7 +40,7 @@ class RequestSpan:
 
 @dataclass(frozen=True)
 class RowEffects:
-    """What rows of a verify step would do to the slot of one KDA layer, oldest first.
+    """What rows of a verify step would do to slots of one KDA layer, a slot's oldest first.
 
     keys [R, H, K] fp32 after their norm, decays [R, H, K] fp32 in the log domain, corrections
     [R, H, V] fp32 (u of the delta rule), samples [R, 3D] bf16, the convolution's raw input.

@@ -6,6 +6,7 @@
 #include "../dense_mlp/cpu.h"
 #include "../embed/cpu.h"
 #include "../head/cpu.h"
+#include "../kda_commit/cpu.h"
 #include "../kda_front/cpu.h"
 #include "../mla_front/cpu.h"
 #include "../moe_front/cpu.h"
@@ -14,6 +15,7 @@
 #define KD_STEPS(X)                 \
   X(embed, EmbedArgs)               \
   X(kda_front, KdaFrontArgs)        \
+  X(kda_commit, KdaCommitArgs)      \
   X(mla_front, MlaFrontArgs)        \
   X(attn_out, AttnOutArgs)          \
   X(dense_mlp, DenseMlpArgs)        \

@@ -23,6 +23,10 @@ void bind_kda_front(nb::module_& module) {
   bind_pointer(cls, "kda_beta", &KdaFrontArgs::kda_beta);
   bind_pointer(cls, "kda_out", &KdaFrontArgs::kda_out);
   bind_pointer(cls, "attn_out", &KdaFrontArgs::attn_out);
+  bind_pointer(cls, "keys", &KdaFrontArgs::keys);
+  bind_pointer(cls, "decays", &KdaFrontArgs::decays);
+  bind_pointer(cls, "corrections", &KdaFrontArgs::corrections);
+  bind_pointer(cls, "samples", &KdaFrontArgs::samples);
   cls.def_rw("gate_lower_bound", &KdaFrontArgs::gate_lower_bound);
   cls.def_rw("is_softplus_gate", &KdaFrontArgs::is_softplus_gate);
   cls.def_rw("heads", &KdaFrontArgs::heads);

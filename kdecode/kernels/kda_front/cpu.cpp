@@ -1,5 +1,7 @@
 #include "cpu.h"
 
+#include <cstring>
+
 #include "../common/tile_ops.h"
 #include "../common/vec.h"
 
@@ -43,24 +45,20 @@ float dot(const float* x, const float* y, int count) {
   return sum(total);
 }
 
-// SiLU of the convolution at `count` channels, and the window moved on by one sample.
-void convolve(const float* taps, std::int64_t tap_stride, const bf16* __restrict sample, bf16* __restrict window,
-              std::int64_t window_stride, int count, bf16* __restrict out) {
+// SiLU of the convolution at `count` channels. samples: four rows of raw samples, oldest first.
+void convolve(const float* taps, std::int64_t tap_stride, const bf16* const* samples, int count, bf16* __restrict out) {
   const float* const tap[4] = {taps, taps + tap_stride, taps + 2 * tap_stride, taps + 3 * tap_stride};
-  bf16* __restrict const oldest = window;
-  bf16* __restrict const middle = window + window_stride;
-  bf16* __restrict const newest = window + 2 * window_stride;
+  const bf16* const oldest = samples[0];
+  const bf16* const second = samples[1];
+  const bf16* const third = samples[2];
+  const bf16* const newest = samples[3];
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
-    const bf16 second = middle[i], third = newest[i], now = sample[i];
     float y = widen(oldest[i]) * tap[0][i];
-    y = mul_add(widen(second), tap[1][i], y);
-    y = mul_add(widen(third), tap[2][i], y);
-    y = mul_add(widen(now), tap[3][i], y);
+    y = mul_add(widen(second[i]), tap[1][i], y);
+    y = mul_add(widen(third[i]), tap[2][i], y);
+    y = mul_add(widen(newest[i]), tap[3][i], y);
     out[i] = round_bf16(silu(y));
-    oldest[i] = second;
-    middle[i] = third;
-    newest[i] = now;
   }
 }
 
@@ -107,27 +105,101 @@ void update_state(float* state, int dim, const float* decay, const float* k, con
   }
 }
 
-// One token of one head: q, k, v [dim] after the convolution, its log decay and beta; the read-out, rounded, to `out`.
-void delta_rule(const bf16* q, const bf16* k, const bf16* v, const float* log_decay, float beta, int dim, float* state, bf16* out) {
-  alignas(64) float q_unit[kMaxKdaHeadDim], k_unit[kMaxKdaHeadDim], decay[kMaxKdaHeadDim];
-  alignas(64) float q_kept[kMaxKdaHeadDim], k_kept[kMaxKdaHeadDim];
-  alignas(64) float read_q[kMaxKdaHeadDim], read_k[kMaxKdaHeadDim];
+// One row of one head for the delta rule: unit vectors, decay, and both vectors that read the state before its decay.
+struct HeadRow {
+  alignas(64) float k_unit[kMaxKdaHeadDim];
+  alignas(64) float decay[kMaxKdaHeadDim];
+  alignas(64) float q_kept[kMaxKdaHeadDim];
+  alignas(64) float k_kept[kMaxKdaHeadDim];
+  alignas(64) float u[kMaxKdaHeadDim];
+  float along;  // q k
+  float beta;
+  const bf16* v;
+  bf16* out;
+};
+
+void prepare_row(const bf16* q, const bf16* k, const float* log_decay, int dim, HeadRow& row) {
+  alignas(64) float q_unit[kMaxKdaHeadDim];
   normalise(q, dim, 1.0f / __builtin_sqrtf(static_cast<float>(dim)), q_unit);
-  normalise(k, dim, 1.0f, k_unit);
+  normalise(k, dim, 1.0f, row.k_unit);
   for (int i = 0; i < dim; ++i) {
-    decay[i] = exp(log_decay[i]);
-    q_kept[i] = q_unit[i] * decay[i];
-    k_kept[i] = k_unit[i] * decay[i];
+    row.decay[i] = exp(log_decay[i]);
+    row.q_kept[i] = q_unit[i] * row.decay[i];
+    row.k_kept[i] = row.k_unit[i] * row.decay[i];
   }
+  row.along = dot(q_unit, row.k_unit, dim);
+}
+
+// The correction and the rounded read-out of `count` columns, from what both vectors read there.
+inline void finish_columns(HeadRow& row, int column, int count, const float* read_k, const float* read_q) {
+  for (int i = 0; i < count; ++i) {
+    const float u = row.beta * (widen(row.v[column + i]) - read_k[i]);
+    row.u[column + i] = u;
+    row.out[column + i] = round_bf16(mul_add(row.along, u, read_q[i]));
+  }
+}
+
+// One token of one head.
+void delta_rule(HeadRow& row, int dim, float* state) {
+  alignas(64) float read_q[kMaxKdaHeadDim], read_k[kMaxKdaHeadDim];
   // The state is read once for both: what the new one gives q is what the decayed one gives, plus (q k) u.
-  read_state(state, dim, k_kept, q_kept, read_k, read_q);
-  const float along = dot(q_unit, k_unit, dim);
-  float* const u = read_k;
-  for (int i = 0; i < dim; ++i) {
-    u[i] = beta * (widen(v[i]) - read_k[i]);
-    out[i] = round_bf16(mul_add(along, u[i], read_q[i]));
+  read_state(state, dim, row.k_kept, row.q_kept, read_k, read_q);
+  finish_columns(row, 0, dim, read_k, read_q);
+  update_state(state, dim, row.decay, row.k_unit, row.u);
+}
+
+// All rows of a run over N vectors of the state's columns: [dim, N * kLanes] in `stripe`, which stays in the first-level cache
+// and is left before the last row's update. An element of the state goes through the operations of `delta_rule`, in their order,
+// so that its bits do not depend on the form.
+template <int N>
+void run_stripe(HeadRow* rows, int count, int dim, int column, float* stripe) {
+  for (int r = 0; r < count; ++r) {
+    vec by_k[N] = {}, by_q[N] = {};
+    const HeadRow& row = rows[r];
+    if (r == 0) {
+      for (int i = 0; i < dim; ++i) {
+        const vec ki = splat(row.k_kept[i]), qi = splat(row.q_kept[i]);
+        for (int n = 0; n < N; ++n) {
+          const vec s = load(stripe + (i * N + n) * kLanes);
+          by_k[n] = mul_add(ki, s, by_k[n]);
+          by_q[n] = mul_add(qi, s, by_q[n]);
+        }
+      }
+    } else {
+      const HeadRow& last = rows[r - 1];
+      vec u[N];
+      for (int n = 0; n < N; ++n) u[n] = load(last.u + column + n * kLanes);
+      for (int i = 0; i < dim; ++i) {
+        const vec kept = splat(last.decay[i]), added = splat(last.k_unit[i]);
+        const vec ki = splat(row.k_kept[i]), qi = splat(row.q_kept[i]);
+        for (int n = 0; n < N; ++n) {
+          float* const at = stripe + (i * N + n) * kLanes;
+          const vec s = mul_add(added, u[n], kept * load(at));
+          store(at, s);
+          by_k[n] = mul_add(ki, s, by_k[n]);
+          by_q[n] = mul_add(qi, s, by_q[n]);
+        }
+      }
+    }
+    alignas(64) float read_k[N * kLanes], read_q[N * kLanes];
+    for (int n = 0; n < N; ++n) store(read_k + n * kLanes, by_k[n]), store(read_q + n * kLanes, by_q[n]);
+    finish_columns(rows[r], column, N * kLanes, read_k, read_q);
   }
-  update_state(state, dim, decay, k_unit, u);
+}
+
+// Consecutive tokens of one slot, whose state is only read. `stripes` is scratch of dim * dim numbers.
+void delta_rules(HeadRow* rows, int count, int dim, const float* state, float* stripes) {
+  constexpr int kWide = 32;  // columns: two lines of memory
+  constexpr int kNarrow = kTileRows;
+  // Copied in the order of memory, which the prefetcher follows, into stripes one behind the other.
+  for (int i = 0; i < dim; ++i) {
+    int v = 0;
+    for (; v + kWide <= dim; v += kWide) std::memcpy(stripes + v * dim + i * kWide, state + i * dim + v, kWide * sizeof(float));
+    if (v < dim) std::memcpy(stripes + v * dim + i * kNarrow, state + i * dim + v, kNarrow * sizeof(float));
+  }
+  int v = 0;
+  for (; v + kWide <= dim; v += kWide) run_stripe<kWide / kLanes>(rows, count, dim, v, stripes + v * dim);
+  if (v < dim) run_stripe<kNarrow / kLanes>(rows, count, dim, v, stripes + v * dim);
 }
 
 // RMSNorm of one head's output times the sigmoid gate, rounded once.
@@ -167,12 +239,68 @@ void head_gates(const KdaFrontArgs& args, int head) {
   }
 }
 
+// The raw samples that the rows [first, last) of one slot see at a channel: its window, then theirs.
+struct Samples {
+  Samples(const KdaFrontArgs& args, int first, int last, std::int64_t channel) {
+    const std::int64_t stride = 3 * std::int64_t{args.heads} * args.head_dim;
+    const bf16* const window = args.window + args.row_slot[first] * 3 * stride + channel;
+    for (int j = 0; j < 3; ++j) at[j] = window + j * stride;
+    for (int r = first; r < last; ++r) at[3 + r - first] = args.kda_proj + std::int64_t{r} * args.in_proj.rows + channel;
+  }
+  const bf16* at[3 + kMaxRows];
+};
+
+// The convolution of one head, and its window moved on or its samples recorded.
+void convolve_run(const KdaFrontArgs& args, int head, int first, int last) {
+  const int dim = args.head_dim;
+  const std::int64_t width = std::int64_t{args.heads} * dim;
+  for (int group = 0; group < 3; ++group) {
+    const std::int64_t channel = group * width + std::int64_t{head} * dim;
+    const Samples samples(args, first, last, channel);
+    for (int r = first; r < last; ++r) {
+      convolve(args.conv + channel, 3 * width, samples.at + (r - first), dim, args.kda_qkv + r * 3 * width + channel);
+      if (args.samples != nullptr) std::memcpy(args.samples + r * 3 * width + channel, samples.at[3 + r - first], dim * sizeof(bf16));
+    }
+    if (args.samples != nullptr) continue;
+    bf16* const window = args.window + args.row_slot[first] * 9 * width + channel;
+    // Oldest first: a sample that stays in the window is read before its place is written.
+    for (int j = 0; j < 3; ++j) std::memcpy(window + j * 3 * width, samples.at[last - first + j], dim * sizeof(bf16));
+  }
+}
+
+// The delta rule of one head over the rows [first, last) of one slot.
+void delta_rule_run(const KdaFrontArgs& args, int head, int first, int last) {
+  const int dim = args.head_dim;
+  const std::int64_t width = std::int64_t{args.heads} * dim, channel = std::int64_t{head} * dim;
+  float* const state = args.state + (std::int64_t{args.row_slot[first]} * args.heads + head) * dim * dim;
+  const bool is_recorded = args.keys != nullptr;
+  HeadRow rows[kMaxRows];
+  for (int r = first; r < last; ++r) {
+    const bf16* const qkv = args.kda_qkv + r * 3 * width + channel;
+    HeadRow& row = rows[r - first];
+    row.beta = args.kda_beta[r * args.heads + head];
+    row.v = qkv + 2 * width;
+    row.out = args.kda_out + r * width + channel;
+    prepare_row(qkv, qkv + width, args.kda_decay + r * width + channel, dim, row);
+    if (!is_recorded) delta_rule(row, dim, state);
+  }
+  if (!is_recorded) return;
+  alignas(64) float stripes[kMaxKdaHeadDim * kMaxKdaHeadDim];
+  delta_rules(rows, last - first, dim, state, stripes);
+  for (int r = first; r < last; ++r) {
+    const std::int64_t at = r * width + channel;
+    std::memcpy(args.keys + at, rows[r - first].k_unit, dim * sizeof(float));
+    std::memcpy(args.decays + at, args.kda_decay + at, dim * sizeof(float));
+    std::memcpy(args.corrections + at, rows[r - first].u, dim * sizeof(float));
+  }
+}
+
 // One head of all rows, in row order: rows of one slot are consecutive tokens.
 void run_head(const KdaFrontArgs& args, int head) {
   const Columns columns(args);
   const int dim = args.head_dim, rows = args.mix.rows;
   const std::int64_t width = columns.width, proj_width = args.in_proj.rows;
-  const std::int64_t first = std::int64_t{head} * dim;
+  const std::int64_t channel = std::int64_t{head} * dim;
   head_gates(args, head);
   const bool has_low_rank_gate = args.g_b.data != nullptr;
   bf16 low_rank_gate[kMaxRows * kMaxKdaHeadDim];
@@ -180,27 +308,21 @@ void run_head(const KdaFrontArgs& args, int head) {
     const Rows in(args.kda_proj + columns.gate, rows, proj_width);
     float sums[kMaxRows * kTileRows];
     for (int start = 0; start < dim; start += kTileRows) {
-      tile_dot(args.g_b, (first + start) / kTileRows, rows, in.at, sums);
+      tile_dot(args.g_b, (channel + start) / kTileRows, rows, in.at, sums);
       for (int r = 0; r < rows; ++r) {
         for (int i = 0; i < kTileRows; ++i) low_rank_gate[r * dim + start + i] = round_bf16(sums[r * kTileRows + i]);
       }
     }
   }
+  for (int first = 0, last = 0; first < rows; first = last) {
+    while (last < rows && args.row_slot[last] == args.row_slot[first]) ++last;
+    convolve_run(args, head, first, last);
+    delta_rule_run(args, head, first, last);
+  }
   for (int r = 0; r < rows; ++r) {
-    const bf16* const proj = args.kda_proj + r * proj_width;
-    bf16* const qkv = args.kda_qkv + r * 3 * width;
-    const std::int64_t slot = args.row_slot[r];
-    for (int group = 0; group < 3; ++group) {
-      const std::int64_t channel = group * width + first;
-      convolve(args.conv + channel, 3 * width, proj + channel, args.window + slot * 9 * width + channel, 3 * width, dim,
-               qkv + channel);
-    }
-    bf16* const out = args.kda_out + r * width + first;
-    float* const state = args.state + (slot * args.heads + head) * dim * dim;
-    delta_rule(qkv + first, qkv + width + first, qkv + 2 * width + first, args.kda_decay + r * width + first,
-               args.kda_beta[r * args.heads + head], dim, state, out);
-    const bf16* const gate = has_low_rank_gate ? low_rank_gate + r * dim : proj + columns.gate + first;
-    gated_norm(out, args.out_norm, args.mix.eps, gate, dim, args.attn_out + r * width + first);
+    const bf16* const gate = has_low_rank_gate ? low_rank_gate + r * dim : args.kda_proj + r * proj_width + columns.gate + channel;
+    const std::int64_t at = r * width + channel;
+    gated_norm(args.kda_out + at, args.out_norm, args.mix.eps, gate, dim, args.attn_out + at);
   }
 }
 

@@ -28,6 +28,12 @@ struct KdaFrontArgs {
   bf16* kda_out = nullptr;     // [rows, heads, head_dim]
   bf16* attn_out = nullptr;    // [rows, heads * head_dim]
 
+  // What each row would do to its slot, recorded instead of done: window and state are only read. All null, or none.
+  float* keys = nullptr;         // [rows, heads, head_dim], normalised
+  float* decays = nullptr;       // [rows, heads, head_dim], log domain
+  float* corrections = nullptr;  // [rows, heads, head_dim], u of the delta rule
+  bf16* samples = nullptr;       // [rows, 3 * heads * head_dim], raw columns of kda_proj
+
   float gate_lower_bound = 0;  // of the sigmoid gate; ignored by the softplus gate
   bool is_softplus_gate = false;
   std::int32_t heads = 0;

@@ -56,6 +56,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     _set_weights(args, problem, weights.attention)
     used += _set_caches(args, problem, buffers)
     used += _set_values(args, problem, buffers)
+    if problem.rows_per_request > 1:
+        used += _set_effects(args, problem, buffers)
     alive = (*used, weights.attention)
     return NativeStep(buffers.pool, problem.isa, "kda_front", args, alive)
 
@@ -102,3 +104,15 @@ def _set_values(args: Any, problem: Problem, buffers: Buffers) -> list[torch.Ten
     for name, (dtype, shape) in shapes.items():
         setattr(args, name, ptr(buffers[name], dtype, shape))
     return [buffers[name] for name in shapes]
+
+
+def _set_effects(args: Any, problem: Problem, buffers: Buffers) -> list[torch.Tensor]:
+    """Where the rows are recorded; returns the tensors that must stay alive."""
+    config, rows = problem.config.kda, step_rows(problem)
+    effects = buffers.effects[problem.layer]
+    heads = (rows, config.num_heads, config.head_dim)
+    args.keys = ptr(effects.keys, FP32, heads)
+    args.decays = ptr(effects.decays, FP32, heads)
+    args.corrections = ptr(effects.corrections, FP32, heads)
+    args.samples = ptr(effects.samples, BF16, (rows, 3 * config.width))
+    return [effects.keys, effects.decays, effects.corrections, effects.samples]

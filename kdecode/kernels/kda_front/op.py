@@ -15,7 +15,9 @@
 
 Rows of one slot must follow each other, oldest token first; each sees the state that the one before
 it left. The convolution window and the state of the rows' slots move by one token a row; no other
-slot is read or written.
+slot is read or written. With more than one row a request (a verify step) windows and states are
+only read, and ``buffers.effects`` gets what each row would do to them: k, g, u and its raw sample.
+The values are those of the same rows run one by one, bit for bit.
 
 Phases: mix and norm (rows are split) | tiles of in_proj | heads, each with all rows.
 """
