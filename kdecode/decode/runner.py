@@ -11,13 +11,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
-from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.config import ConfigError, EngineConfig, Isa, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import auto, latency_specialized
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
@@ -77,7 +78,7 @@ class StepRunner:
     `run` leaves torch with the thread count of the path that served the step: what works on the
     logits next should not wake threads that the native pool would have to share the cores with.
     `callers_threads` around both gives it back.
-    Raises BackendRefusedError at construction when latency_specialized is asked for by name on a
+    engine: as `resolve` returns it. Raises BackendRefusedError at construction when latency_specialized is asked for by name on a
     deployment that cannot run it. draft: whose taps are taken in every step that is counted.
     """
 
@@ -92,7 +93,6 @@ class StepRunner:
         self.engine = engine
         self.stats = StepStats()
         self.last_path: tuple[str, str] = (STANDARD, "")
-        self.isa = engine.isa or native.detect_isa()
         self._num_threads = engine.resolved_threads()
         self._standard = auto.build_auto_plan(packed, caches, engine)
         self._plans: dict[int, DecodePlan] = {}
@@ -167,6 +167,16 @@ def callers_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def resolve(engine: EngineConfig) -> EngineConfig:
+    """The configuration with the instruction set that this processor and build have, unless set.
+
+    The one place that chooses it: weights are packed for it, and both paths multiply with it.
+    """
+    if engine.isa is not None:
+        return engine
+    return replace(engine, isa=cast(Isa, native.detect_isa()))
+
+
 def check_processor(engine: EngineConfig) -> None:
     """Raises ConfigError for threads or an instruction set that this process cannot have."""
     cores = len(os.sched_getaffinity(0))
@@ -183,11 +193,13 @@ def check_processor(engine: EngineConfig) -> None:
 
 
 def deployment_of(config: ModelConfig, engine: EngineConfig) -> Deployment:
-    """The native deployment that an engine's configuration asks for."""
+    """The native deployment that a resolved configuration asks for."""
+    if engine.isa is None:
+        raise ValueError("The configuration has no instruction set yet; `resolve` decides it.")
     return Deployment(
         config=config,
         device=engine.device,
-        isa=engine.isa or native.detect_isa(),
+        isa=engine.isa,
         pool=native.Pool(engine.resolved_threads()),
         cache_dtype=engine.cache_dtype,
         page_tokens=engine.page_tokens,

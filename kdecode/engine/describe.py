@@ -14,7 +14,7 @@ from kdecode.decode import latency_specialized
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.latency_specialized import ROW_BUCKETS
 from kdecode.decode.plan import DecodePlan, cannot_run
-from kdecode.decode.runner import deployment_of
+from kdecode.decode.runner import deployment_of, resolve
 from kdecode.engine.worker import check_backend, check_context, trunk_format
 from kdecode.model.outline import outline_bytes, outline_model
 
@@ -28,6 +28,7 @@ def describe_plan(config: ModelConfig, engine: EngineConfig, rows: int) -> tuple
 
     Raises ConfigError and BackendRefusedError as an engine does.
     """
+    engine = resolve(engine)
     check_context(config, engine)
     check_backend(config, engine)
     trunk = trunk_format(engine)

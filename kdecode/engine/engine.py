@@ -251,7 +251,7 @@ class LLM:
             },
             "decode_backend": engine.decode_backend,
             "device": engine.device,
-            "isa": self._worker.runner.isa,
+            "isa": self._worker.engine.isa,
             "lossless_packing": engine.lossless_packing,
             "threads": engine.resolved_threads(),
             "cache": {

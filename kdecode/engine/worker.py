@@ -21,7 +21,13 @@ from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_b
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
-from kdecode.decode.runner import StepRunner, callers_threads, check_processor, deployment_of
+from kdecode.decode.runner import (
+    StepRunner,
+    callers_threads,
+    check_processor,
+    deployment_of,
+    resolve,
+)
 from kdecode.engine.loop import StepResult
 from kdecode.engine.request import Request
 from kdecode.engine.sampling import BadLogits, Draw, sample
@@ -58,7 +64,7 @@ class Worker:
         begin = time.perf_counter()
         reader = CheckpointReader(directory)
         self.config = reader.config
-        self.engine = engine
+        self.engine = engine = resolve(engine)
         self.weights_digest = weights_digest(directory)
         check_context(self.config, engine)
         check_processor(engine)
@@ -109,9 +115,13 @@ def _banned(request: Request) -> tuple[int, ...]:
 
 
 def trunk_format(engine: EngineConfig) -> TrunkFormat:
-    """How the matrices outside the experts are packed: what the backend's decode steps read."""
+    """How matrices outside the experts are packed: as the backend's decode steps read them.
+
+    engine: a resolved configuration.
+    """
     if engine.decode_backend != "latency_specialized":
         return "rows"
+    assert engine.isa is not None, "a resolved configuration has one"
     return tile_format(engine.isa, engine.lossless_packing)
 
 

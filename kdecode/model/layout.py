@@ -153,13 +153,12 @@ def pack_model(
     return to_device(packed, device)
 
 
-def tile_format(isa: str | None, packing: LosslessPacking) -> TrunkFormat:
-    """How the native kernels' bf16 matrices are stored; isa None is the best one there is."""
-    from kdecode.kernels.common.native import detect_isa
+def tile_format(isa: str, packing: LosslessPacking) -> TrunkFormat:
+    """How the native kernels' bf16 matrices are stored."""
     from kdecode.kernels.common.packed12 import FAST_ISAS
 
     if packing == "auto":
-        packing = "on" if (isa or detect_isa()) in FAST_ISAS else "off"
+        packing = "on" if isa in FAST_ISAS else "off"
     return "tiles12" if packing == "on" else "tiles"
 
 

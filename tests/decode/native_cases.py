@@ -11,6 +11,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig
 from kdecode.decode import all_reference
 from kdecode.decode.plan import DecodePlan
+from kdecode.decode.runner import resolve
 from kdecode.model.layout import PackedModel
 from kdecode.model.parameters import ModelParameters
 from kdecode.testing.poison import poison_except_, poison_tail_
@@ -54,7 +55,7 @@ class Loaded:
             num_threads=1,
             page_tokens=PAGE_TOKENS,
         )
-        return replace(base, **changes)
+        return resolve(replace(base, **changes))
 
 
 def make_requests(contexts: list[int]) -> tuple[StepRequest, ...]:

@@ -184,6 +184,25 @@ def test_auto_multiplies_with_the_instruction_set_that_it_reports(
     assert {isa for _, isa in used} == {"portable"}
 
 
+def test_the_instruction_set_is_chosen_once_for_everything(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing, plans and products of an engine that was told none."""
+    asked: list[str] = []
+
+    def detect() -> str:
+        asked.append("portable")
+        return "portable"
+
+    monkeypatch.setattr(runner.native, "detect_isa", detect)
+    for backend in BACKENDS:
+        llm = _build(mini_checkpoint, backend)
+        llm.generate([[5, 6] * 20], _greedy(2))
+        assert llm.resolved_config()["isa"] == "portable"
+        assert {step.impl for step in llm.decode_plan(1).steps} <= {"torch", "cpu/portable"}
+    assert asked == ["portable"] * len(BACKENDS)
+
+
 def test_what_this_processor_cannot_do_is_refused(
     mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

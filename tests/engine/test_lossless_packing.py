@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kdecode.config import ConfigError, EngineConfig, Isa
+from kdecode.decode.runner import resolve
 from kdecode.engine.engine import LLM
 from kdecode.engine.worker import trunk_format
 from kdecode.kernels.common.native import supported_isas
@@ -47,7 +48,7 @@ def test_logits_are_the_same_bits_from_fewer_bytes(
 
 def test_packing_is_chosen_where_its_kernels_are_fast() -> None:
     def chosen(**settings: object) -> str:
-        return trunk_format(EngineConfig(**settings))  # type: ignore[arg-type]
+        return trunk_format(resolve(EngineConfig(**settings)))  # type: ignore[arg-type]
 
     native = {"decode_backend": "latency_specialized"}
     assert chosen() == chosen(lossless_packing="on") == "rows"
