@@ -30,6 +30,13 @@ class StepRequest:
     all_logits: bool = False
     is_verify: bool = False
 
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that it gets."""
+        if not self.needs_logits:
+            return 0
+        return len(self.token_ids) if self.all_logits else 1
+
 
 @dataclass(frozen=True)
 class StepBatch:

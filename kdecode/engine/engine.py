@@ -36,6 +36,7 @@ from torch import Tensor
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.inspect import PlanCost, PlanProbe
 from kdecode.decode.plan import DecodePlan
+from kdecode.engine.controls import controls_of
 from kdecode.engine.loop import Event, StepLoop
 from kdecode.engine.request import (
     FinishReason,
@@ -46,6 +47,7 @@ from kdecode.engine.request import (
     Timing,
 )
 from kdecode.engine.scheduler import Scheduler, SchedulerLimits
+from kdecode.engine.structured import Languages
 from kdecode.engine.text import StopFilter, TextStream
 from kdecode.engine.worker import Progress, Worker, no_progress, packed_bytes
 from kdecode.model.chat import (
@@ -106,6 +108,9 @@ class LLM:
         # First, because packing takes minutes and a bad tokenizer is found at once.
         self.tokenizer = Tokenizer.from_directory(
             self.model_directory, ModelConfig.from_checkpoint(self.model_directory).vocab_size
+        )
+        self.languages = Languages(
+            self.tokenizer, ModelConfig.from_checkpoint(self.model_directory).eos_id
         )
         self._worker = Worker(self.model_directory, self.engine_config, progress)
         limits = SchedulerLimits(
@@ -317,14 +322,16 @@ class LLM:
         number = self._num_requests
         seed = params.seed if params.seed is not None else (self.engine_config.seed << 32) + number
         own_end = () if params.ignore_eos else (self.model_config.eos_id,)
+        end_ids = frozenset((*own_end, *params.stop_token_ids))
         request = Request(
             number=number,
             prompt_ids=tuple(prompt),
             params=params,
-            end_token_ids=frozenset((*own_end, *params.stop_token_ids)),
+            end_token_ids=end_ids,
             seed=seed,
             timing=Timing(start_ns),
             forced_ids=forced_ids,
+            controls=controls_of(params, prompt, end_ids, self.tokenizer, self.languages),
         )
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special=True)
         self._loop.add(request, TextStream(detokenizer, params.stop))

@@ -27,12 +27,14 @@ log = logging.getLogger(__name__)
 class StepResult:
     """What a worker found. tokens and logits [R, vocab]: a row for each of `step.chooses`.
 
-    path: what served the step, and why it was not the specialised path.
+    path: what served the step, and why it was not the specialised path. prompt_logprobs: what
+    became known of prompts' tokens.
     """
 
     tokens: Sequence[int | BadLogits]
     logits: Tensor
     path: tuple[str, str]
+    prompt_logprobs: Sequence[tuple[Request, Sequence[TokenLogprobs]]] = ()
 
 
 class StepWorker(Protocol):
@@ -46,7 +48,9 @@ class Event:
     text: what can be shown now; empty while a character or a stop string is undecided. logits
     [vocab]: what the token was chosen from, for requests that follow a given reply. logprobs: of
     the token, where they were asked for. time_ns: when the token was known, by the loop's clock.
-    first_step_ns: when the first step began that computed any of the request.
+    first_step_ns: when the first step began that computed any of the request. prompt_logprobs: of
+    the prompt, with the first token, where they were asked for. is_end_token: the token ended the
+    request and is no part of its text.
     """
 
     number: int
@@ -57,6 +61,8 @@ class Event:
     logprobs: TokenLogprobs | None = None
     time_ns: int = 0
     first_step_ns: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    is_end_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class StepLoop:
             num_preemptions=request.num_preemptions,
             error=request.error,
             logprobs=tuple(request.logprobs),
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
 
     def drop(self, number: int) -> None:
@@ -162,6 +169,8 @@ class StepLoop:
                 share.request.decode_steps[result.path] += 1
             else:
                 share.request.timing.prefill_ns += end - begin
+        for request, told in result.prompt_logprobs:
+            request.prompt_logprobs += told
         self.scheduler.commit(step, result.tokens)
         if self.watcher is not None:
             num_tokens = sum(share.num_tokens for share in step.shares)
@@ -190,8 +199,8 @@ class StepLoop:
         """Moves the request's text on, and ends the request at a stop string."""
         text = self._texts[request.number]
         shown = ""
-        # A token that ended the request is not part of its text.
-        if token is not None and request.finish_reason != "stop":
+        is_end = request.finish_reason == "stop" and token in request.end_token_ids
+        if token is not None and not is_end:
             can_stop = len(request.output_ids) >= request.params.min_tokens
             shown = text.push(token, can_stop=can_stop)
         if text.is_stopped and not request.is_finished:
@@ -201,6 +210,7 @@ class StepLoop:
         if text.is_stopped and request.finish_reason == "length":
             request.finish_reason = "stop"
         has_logprobs = token is not None and request.params.logprobs is not None
+        tells_prompt = len(request.output_ids) == 1 and request.params.prompt_logprobs is not None
         return Event(
             number=request.number,
             token_id=token,
@@ -210,4 +220,6 @@ class StepLoop:
             logprobs=request.logprobs[-1] if has_logprobs else None,
             time_ns=request.timing.token_ns[-1] if token is not None else self._clock(),
             first_step_ns=request.timing.first_step_ns,
+            prompt_logprobs=tuple(request.prompt_logprobs) if tells_prompt else None,
+            is_end_token=is_end,
         )

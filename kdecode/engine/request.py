@@ -14,7 +14,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kdecode.engine.controls import Controls
 
 RequestState = Literal["waiting", "prefill", "decode", "finished"]
 FinishReason = Literal["length", "stop", "abort", "error"]
@@ -29,10 +32,27 @@ _MOVES: dict[RequestState, tuple[RequestState, ...]] = {
 
 # The likeliest tokens that a request may ask for at each position.
 MAX_LOGPROBS = 20
+# A logit moved by so much decides: no other one is as far from the rest.
+MAX_LOGIT_BIAS = 100.0
+LanguageKind = Literal["json_schema", "regex", "grammar", "choice"]
 
 
 class RequestError(ValueError):
     """A request that cannot be served; the message names the value and the limit."""
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """A language that a reply has to be in.
+
+    text: a JSON schema, a regular expression, a grammar (Lark or GBNF), or a JSON list of texts to
+    choose from. frame: a Lark grammar of the whole reply that names this language as @content, for
+    replies in which only a part is bound by it.
+    """
+
+    kind: LanguageKind
+    text: str
+    frame: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,15 @@ class SamplingParams:
     the engine derives one, the same in every run of the same engine seed. Neither an end token nor
     a stop string ends a request before min_tokens; end tokens are not even sampled. ignore_eos
     leaves the model's own end token without effect, not those of stop_token_ids. logprobs: how many
-    of the likeliest tokens are told beside each chosen one; None tells nothing.
+    of the likeliest tokens are told beside each chosen one; None tells nothing. prompt_logprobs:
+    the same for the tokens of the prompt.
+
+    What comes before temperature and filters, in this order (`controls.py`): allowed_token_ids, the
+    only tokens there are; bad_words, texts whose last token is not chosen after the others; the
+    language of `structured`, at the end of which the reply ends; logit_bias, pairs of token and
+    what is added; repetition_penalty, which divides (multiplies, below 0) logits of tokens in
+    prompt and reply; frequency_penalty and presence_penalty, subtracted for each and for any
+    occurrence in the reply.
     """
 
     max_tokens: int = 128
@@ -58,6 +86,14 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -75,16 +111,53 @@ class SamplingParams:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
         if not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p is {self.min_p}; it must be from 0 to 1.")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}.")
+        self._check_controls()
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if number is not None and not 0 <= number <= MAX_LOGPROBS:
+                raise RequestError(f"{name} is {number}; it must be from 0 to {MAX_LOGPROBS}.")
         if isinstance(self.stop, str):
             raise RequestError(f"stop is the text {self.stop!r}; it must be a tuple of texts.")
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty text, which every output would match.")
 
+    def _check_controls(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -2 <= value <= 2:
+                raise RequestError(f"{name} is {value}; it must be from -2 to 2.")
+        # Also refuses NaN. A penalty near 0 would make logits that are not finite.
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise RequestError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be from 0.01 to 100."
+            )
+        for token, bias in self.logit_bias:
+            if not abs(bias) <= MAX_LOGIT_BIAS:
+                raise RequestError(
+                    f"logit_bias of token {token} is {bias}; it must be from "
+                    f"{-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}."
+                )
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids is empty, which leaves nothing to choose from.")
+        if any(not word.strip() for word in self.bad_words):
+            raise RequestError("bad_words has a text of nothing but white space.")
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_controls(self) -> bool:
+        """Something acts on the logits themselves, before temperature and filters."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.structured is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -92,10 +165,12 @@ class TokenLogprobs:
     """Natural logarithms of the model's own probabilities, before temperature and every filter.
 
     top: (token id, logprob) of the likeliest tokens, likeliest first, the lower id of equal ones.
+    rank: 1 for the likeliest token.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int
 
 
 @dataclass
@@ -121,7 +196,8 @@ class Request:
 
     number: order of arrival; the lower one is older. end_token_ids: tokens that end it, the model's
     own included unless ignored. seed: of its random draws. forced_ids: a reply that is followed
-    instead of the model's choice, to read the logits along it.
+    instead of the model's choice, to read the logits along it. controls: what changes its logits,
+    for parameters that have any. prompt_logprobs[i]: of token i + 1 of the prompt, where asked for.
     """
 
     number: int
@@ -131,9 +207,11 @@ class Request:
     seed: int
     timing: Timing
     forced_ids: tuple[int, ...] | None = None
+    controls: Controls | None = None
     state: RequestState = "waiting"
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # Tokens whose cache entries exist, the slot that holds the state, the pages that hold the rest.
     num_cached: int = 0
     slot: int | None = None
@@ -162,6 +240,17 @@ class Request:
     def is_finished(self) -> bool:
         return self.state == "finished"
 
+    @property
+    def is_complete(self) -> bool:
+        """The reply is a whole text of its language, which nothing can follow."""
+        return self.controls is not None and self.controls.is_complete
+
+    def take(self, token: int) -> None:
+        """Adds a token to the reply."""
+        self.output_ids.append(token)
+        if self.controls is not None:
+            self.controls.take(token)
+
     def pending_ids(self, count: int) -> tuple[int, ...]:
         """The next `count` tokens that have to be computed."""
         begin, end, prompt = self.num_cached, self.num_cached + count, len(self.prompt_ids)
@@ -187,6 +276,7 @@ class Output:
     token_ids: every token, a token that ended it included. text: the decoded tokens, without an end
     token and without a stop string or what follows it. error: set when finish_reason is "error".
     decode_steps: decode steps by (path, reason). logprobs: one a token when they were asked for.
+    prompt_logprobs: one for each token of the prompt but the first, when they were asked for.
     """
 
     prompt_ids: tuple[int, ...]
@@ -198,3 +288,4 @@ class Output:
     num_preemptions: int = 0
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -1,9 +1,9 @@
 """From logits to tokens: greedy and random choice, one row a request.
 
-A row's choice depends on its logits, its parameters, its seed and its position, and on nothing
-else: batch mates, preemption and the number of earlier draws in the process do not matter. Logits
-come in as fp32; probabilities are fp64, so that sums over a large vocabulary do not bend the cut of
-top_p.
+A row's choice depends on its logits, its parameters, its own tokens (`controls`), its seed and its
+position, and on nothing else: batch mates, preemption and the number of earlier draws in the
+process do not matter. Logits come in as fp32; probabilities are fp64, so that sums over a large
+vocabulary do not bend the cut of top_p.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdecode.engine.controls import ControlError, Controls
 from kdecode.engine.request import SamplingParams, TokenLogprobs
 
 _MASK = (1 << 64) - 1
@@ -21,12 +22,21 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Draw:
-    """One row's choice. position: the new token's in the request. banned_ids: never chosen."""
+    """One row's choice. position: the new token's in the request.
+
+    banned_ids: not chosen. A reply whose language has come to its end takes one all the same.
+    """
 
     params: SamplingParams
     seed: int
     position: int
     banned_ids: tuple[int, ...] = ()
+    controls: Controls | None = None
+
+    @property
+    def takes_largest(self) -> bool:
+        """The choice is the largest logit as the model gave it, unless that is banned."""
+        return self.params.is_greedy and self.controls is None
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | BadLogits]:
         draw = draws[row]
         if not abs(top) < float("inf"):
             chosen.append(BadLogits(f"the largest of {logits.shape[1]} logits is {top}"))
-        elif draw.params.is_greedy and token not in draw.banned_ids:
+        elif draw.takes_largest and token not in draw.banned_ids:
             chosen.append(token)
         else:
             # On the host, so that a seed draws the same token whatever the device.
@@ -58,10 +68,17 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | BadLogits]:
 
 
 def _choose(logits: Tensor, draw: Draw) -> int | BadLogits:
+    if draw.controls is not None:
+        try:
+            logits = draw.controls.adjust(logits)
+        except ControlError as error:
+            return BadLogits(str(error))
     if draw.banned_ids:
-        logits = logits.clone()
-        logits[list(draw.banned_ids)] = float("-inf")
-        if float(logits.max()) == float("-inf"):
+        others = logits.clone()
+        others[list(draw.banned_ids)] = float("-inf")
+        if float(others.max()) > float("-inf"):
+            logits = others
+        elif draw.params.structured is None:
             return BadLogits("min_tokens bans every token that has a finite logit")
     if draw.params.is_greedy:
         return int(logits.argmax())
@@ -103,7 +120,8 @@ def token_logprobs(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
         least = values.topk(min(num_top, values.numel())).values[-1]
         candidates = torch.nonzero(values >= least).flatten().tolist()
         top = sorted(((i, float(values[i])) for i in candidates), key=lambda item: -item[1])
-    return TokenLogprobs(float(values[token]), tuple(top[:num_top]))
+    rank = 1 + int((values > values[token]).sum())
+    return TokenLogprobs(float(values[token]), tuple(top[:num_top]), rank)
 
 
 def stream_seed(seed: int, position: int) -> int:

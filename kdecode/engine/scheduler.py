@@ -59,6 +59,16 @@ class ScheduledStep:
         return tuple(share.request for share in self.shares if share.has_choice)
 
     @property
+    def choice_rows(self) -> tuple[int, ...]:
+        """The rows of `chooses` among the step's logits: the last one of each."""
+        rows, first = [], 0
+        for share, request in zip(self.shares, self.batch.requests, strict=True):
+            first += request.num_logits
+            if share.has_choice:
+                rows.append(first - 1)
+        return tuple(rows)
+
+    @property
     def has_decode(self) -> bool:
         return any(request.is_decode for request in self.batch.requests)
 
@@ -160,9 +170,12 @@ class Scheduler:
     def _take(self, request: Request, token: int) -> None:
         if request.state == "prefill":
             request.move("decode")
-        request.output_ids.append(token)
+        request.take(token)
         count = len(request.output_ids)
         if token in request.end_token_ids and count >= request.params.min_tokens:
+            self.finish(request, "stop")
+        elif request.is_complete:
+            # Also before min_tokens: nothing can follow.
             self.finish(request, "stop")
         elif count == request.params.max_tokens:
             self.finish(request, "length")
@@ -238,11 +251,13 @@ class Scheduler:
 def _step_request(share: Share) -> StepRequest:
     request = share.request
     assert request.slot is not None
+    tells_prompt = request.state == "prefill" and request.params.prompt_logprobs is not None
     return StepRequest(
         token_ids=request.pending_ids(share.num_tokens),
         start=request.num_cached,
         slot=request.slot,
         pages=tuple(request.pages),
         is_decode=request.state == "decode",
-        needs_logits=share.has_choice,
+        needs_logits=share.has_choice or tells_prompt,
+        all_logits=tells_prompt,
     )

@@ -29,8 +29,8 @@ from kdecode.decode.runner import (
     resolve,
 )
 from kdecode.engine.loop import StepResult
-from kdecode.engine.request import Request
-from kdecode.engine.sampling import BadLogits, Draw, sample
+from kdecode.engine.request import Request, TokenLogprobs
+from kdecode.engine.sampling import BadLogits, Draw, sample, token_logprobs
 from kdecode.engine.scheduler import ScheduledStep
 from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, pack_model, tile_format
 from kdecode.model.weights import CheckpointReader
@@ -87,7 +87,37 @@ class Worker:
     def execute(self, step: ScheduledStep) -> StepResult:
         """Runs a step and chooses the tokens of the requests that get one."""
         logits = self.runner.run(step.batch)
-        return StepResult(choose(logits, step.chooses), logits, self.runner.last_path)
+        rows = step.choice_rows
+        told = prompt_logprobs(logits, step)
+        if len(rows) < logits.shape[0]:
+            logits = logits[list(rows)]
+        return StepResult(choose(logits, step.chooses), logits, self.runner.last_path, told)
+
+
+def prompt_logprobs(
+    logits: Tensor, step: ScheduledStep
+) -> list[tuple[Request, list[TokenLogprobs]]]:
+    """What the model gave to the tokens of prompts, for requests that ask for it, as far as known.
+
+    The row of a prompt's token tells the token after it. Rows that were told before a preemption
+    are not told again.
+    """
+    told = []
+    first = 0
+    for share, scheduled in zip(step.shares, step.batch.requests, strict=True):
+        request, num_top = share.request, share.request.params.prompt_logprobs
+        if scheduled.all_logits and num_top is not None:
+            begin = 1 + len(request.prompt_logprobs)
+            end = min(scheduled.start + 1 + share.num_tokens, len(request.prompt_ids))
+            rows = [
+                token_logprobs(
+                    logits[first + at - scheduled.start - 1], request.prompt_ids[at], num_top
+                )
+                for at in range(max(begin, scheduled.start + 1), end)
+            ]
+            told.append((request, rows))
+        first += scheduled.num_logits
+    return told
 
 
 def choose(logits: Tensor, requests: tuple[Request, ...]) -> list[int | BadLogits]:
@@ -98,6 +128,7 @@ def choose(logits: Tensor, requests: tuple[Request, ...]) -> list[int | BadLogit
             seed=request.seed,
             position=request.num_tokens,
             banned_ids=_banned(request),
+            controls=request.controls,
         )
         for request in requests
     ]

@@ -52,7 +52,7 @@ class PlainParser:
         self.num_reasoning_tokens = 0
 
     def push(self, event: Event) -> list[Delta]:
-        self.in_answer = event.token_id is not None and event.finish_reason != "stop"
+        self.in_answer = event.token_id is not None and not event.is_end_token
         return [Delta("content", event.text)] if event.text else []
 
 
@@ -90,7 +90,7 @@ class K3Parser:
         deltas: list[Delta] = []
         token = event.token_id
         # A token of stop_token_ids that ended the reply is no part of it.
-        if token is not None and (event.finish_reason != "stop" or token == self._end):
+        if token is not None and (not event.is_end_token or token == self._end):
             deltas += self.push_token(token)
         if event.finish_reason is not None or self.is_stopped:
             deltas += self.close()

@@ -45,7 +45,14 @@ def reply_ids(
 def events(ids: Sequence[int], finish_reason: str = "length") -> list[Event]:
     last = len(ids) - 1
     return [
-        Event(0, token, "", None, finish_reason if i == last else None)  # type: ignore[arg-type]
+        Event(
+            0,
+            token,
+            "",
+            None,
+            finish_reason if i == last else None,  # type: ignore[arg-type]
+            is_end_token=i == last and finish_reason == "stop",
+        )
         for i, token in enumerate(ids)
     ]
 
