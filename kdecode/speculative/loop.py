@@ -9,6 +9,7 @@ controls and no request's life cycle: proposals come in, and ``judge`` decides.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kdecode.cache.batch import StepBatch
 from kdecode.speculative.accept import verify_greedy
-from kdecode.speculative.stats import RoundStats
+from kdecode.speculative.stats import RoundTimes
 from kdecode.speculative.streams import Streams
 from kdecode.speculative.types import Proposal, Rollback, Verdict
 
@@ -39,7 +40,7 @@ class SpeculativeLoop:
 
     forward: Forward
     rollback: Rollback
-    stats: RoundStats = field(default_factory=RoundStats)
+    times: RoundTimes = field(default_factory=RoundTimes)
 
     def round(
         self,
@@ -54,15 +55,18 @@ class SpeculativeLoop:
         are as they were before it.
         """
         _check(anchors, proposals)
+        begin = time.perf_counter_ns()
         batch = self.rollback.before(_with_drafts(anchors, proposals))
         logits = self.forward(batch)
         verdicts = []
         parts = torch.split(logits, [len(part.token_ids) for part in batch.requests])
         for index, (proposal, part) in enumerate(zip(proposals, parts, strict=True)):
             verdicts.append(judge(index, proposal, part))
+        judged = time.perf_counter_ns()
         self.rollback.keep(batch, [verdict.committed_rows for verdict in verdicts])
-        for verdict in verdicts:
-            self.stats.record(verdict)
+        self.times.steps += 1
+        self.times.verify_ns += judged - begin
+        self.times.commit_ns += time.perf_counter_ns() - judged
         return verdicts
 
 

@@ -91,6 +91,37 @@ class Verdict:
         return (*proposal.drafts[: self.accepted], self.token)
 
 
+@dataclass(frozen=True)
+class RoundRequest:
+    """A request of a round as a proposer sees it.
+
+    number: of the request. anchor, anchor_position: its newest token. num_drafts: as many as it may
+    have, 1 at least. temperature, seed: of the request's draws.
+    """
+
+    number: int
+    anchor: int
+    anchor_position: int
+    num_drafts: int
+    slot: int
+    pages: tuple[int, ...]
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class Proposer(Protocol):
+    """Makes drafts. Told of every token that the caches hold, it may keep caches of its own."""
+
+    def propose(self, requests: Sequence[RoundRequest]) -> list[Proposal]:
+        """A proposal for each request, of its num_drafts drafts or fewer."""
+
+    def observe(self, batch: StepBatch, rows: Sequence[int], taps: Tensor | None) -> None:
+        """A step was committed: of each of its requests the first so many tokens.
+
+        A request that starts at 0 is a new one in its slot. taps [rows of the step, taps, M].
+        """
+
+
 class Rollback(Protocol):
     """How rejected rows of a step leave the target's caches. One step at a time."""
 

@@ -25,6 +25,7 @@ from kdecode.speculative.accept import verify_greedy
 from kdecode.speculative.checkpoint import SlotCheckpoints
 from kdecode.speculative.loop import Judge, SpeculativeLoop, judge_greedily
 from kdecode.speculative.rollback import Deferred, Recomputation
+from kdecode.speculative.stats import RoundStats
 from kdecode.speculative.streams import Streams
 from kdecode.speculative.types import Proposal, Rollback, Verdict
 from kdecode.testing.compare import bit_equal, near_tie, state_close
@@ -98,8 +99,15 @@ class ActiveRequest:
         return StepRequest(anchor, self.anchor_position, self.slot, self.pages, is_decode=True)
 
 
+@dataclass
+class Counted(SpeculativeLoop):
+    """A loop whose verdicts are counted."""
+
+    stats: RoundStats = field(default_factory=RoundStats)
+
+
 def _round(
-    loop: SpeculativeLoop,
+    loop: Counted,
     actives: Sequence[ActiveRequest],
     proposals: Sequence[Proposal],
     judge: Judge = judge_greedily,
@@ -107,7 +115,9 @@ def _round(
     """One round, and the requests' tokens moved on."""
     verdicts = loop.round(StepBatch(tuple(one.step for one in actives)), proposals, judge)
     for one, proposal, verdict in zip(actives, proposals, verdicts, strict=True):
-        one.token_ids += verdict.tokens(proposal)
+        new = verdict.tokens(proposal)
+        one.token_ids += new
+        loop.stats.record(verdict, len(new))
     return verdicts
 
 
@@ -239,8 +249,8 @@ class Follower:
 
 def _follow(
     machine: Machine, plains: Sequence[Plain], num_drafts: Sequence[int]
-) -> tuple[list[Follower], SpeculativeLoop]:
-    loop = SpeculativeLoop(machine.forward, machine.rollback)
+) -> tuple[list[Follower], Counted]:
+    loop = Counted(machine.forward, machine.rollback)
     followers = []
     for plain, drafts in zip(plains, num_drafts, strict=True):
         request, logits = machine.start(plain.prompt)
@@ -263,7 +273,8 @@ def test_every_acceptance_by_turns_with_none(setup: Setup, num_drafts: int) -> N
         near_ties += follower.near_ties
         compared += len(follower.new_tokens)
         rounds = [accept for accept, count in follower.rounds if count]
-        assert loop.stats.rounds == len(follower.rounds)
+        assert loop.stats.rounds == len(rounds)
+        assert loop.times.steps == len(follower.rounds)
         assert loop.stats.drafted == sum(count for _, count in follower.rounds) > 0
         if not follower.near_ties:
             assert loop.stats.accepted == sum(rounds)
@@ -277,12 +288,13 @@ def test_uneven_acceptance_in_a_batch(setup: Setup) -> None:
     followers, loop = _follow(setup.make(), setup.plains, [1, 3, 7])
     assert sum(one.near_ties for one in followers) <= MAX_NEAR_TIES[setup.name]
     assert all(len(one.new_tokens) > 5 for one in followers)
-    assert loop.stats.rounds == sum(len(one.rounds) for one in followers)
+    drafted = [count for one in followers for _, count in one.rounds]
+    assert loop.stats.rounds == sum(count > 0 for count in drafted)
 
 
 def test_rounds_without_drafts_are_plain_decoding_bit_for_bit(setup: Setup) -> None:
     plain, machine = setup.plains[0], setup.make()
-    loop = SpeculativeLoop(machine.forward, machine.rollback)
+    loop = Counted(machine.forward, machine.rollback)
     request, logits = machine.start(plain.prompt)
     tokens = [*plain.prompt, int(logits.argmax())]
     active = ActiveRequest(tokens, request.slot, request.pages)
@@ -296,16 +308,16 @@ def test_rounds_without_drafts_are_plain_decoding_bit_for_bit(setup: Setup) -> N
 
 
 @pytest.fixture
-def tiny() -> tuple[Machine, ActiveRequest, SpeculativeLoop]:
+def tiny() -> tuple[Machine, ActiveRequest, Counted]:
     machine = _tiny("k3")()
     request, logits = machine.start(PROMPTS[0])
     tokens = [*PROMPTS[0], int(logits.argmax())]
     active = ActiveRequest(tokens, request.slot, request.pages)
-    return machine, active, SpeculativeLoop(machine.forward, machine.rollback)
+    return machine, active, Counted(machine.forward, machine.rollback)
 
 
 def test_synthetic_acceptance_takes_any_draft(
-    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop],
+    tiny: tuple[Machine, ActiveRequest, Counted],
 ) -> None:
     """The stated run is committed whatever it is, and marked; the caches hold exactly it."""
     machine, active, loop = tiny
@@ -330,7 +342,7 @@ def test_synthetic_acceptance_takes_any_draft(
 
 
 def test_proposals_of_another_round_run_nothing(
-    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop],
+    tiny: tuple[Machine, ActiveRequest, Counted],
 ) -> None:
     machine, active, loop = tiny
     before = machine.state(active.slot, active.pages, active.anchor_position)
@@ -346,7 +358,7 @@ def test_proposals_of_another_round_run_nothing(
 
 
 def test_only_the_state_that_was_saved_is_restored(
-    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop],
+    tiny: tuple[Machine, ActiveRequest, Counted],
 ) -> None:
     machine, active, _ = tiny
     checkpoints = SlotCheckpoints(machine.caches)
@@ -398,7 +410,7 @@ def test_logits_of_every_row_or_of_the_last() -> None:
 
 @pytest.mark.parametrize(("rows", "message"), [((0,), "0 rows"), ((4,), "4 rows"), ((), "have 0")])
 def test_a_number_of_rows_that_the_step_did_not_have_moves_nothing(
-    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop], rows: tuple[int, ...], message: str
+    tiny: tuple[Machine, ActiveRequest, Counted], rows: tuple[int, ...], message: str
 ) -> None:
     machine, active, _ = tiny
     rollback = machine.rollback
@@ -414,7 +426,7 @@ def test_a_number_of_rows_that_the_step_did_not_have_moves_nothing(
 
 
 def test_a_round_that_is_interrupted_leaves_the_slot_as_it_was(
-    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop],
+    tiny: tuple[Machine, ActiveRequest, Counted],
 ) -> None:
     """An error or an abort between step and commit: no draft is in any state."""
     machine, active, loop = tiny
@@ -440,7 +452,7 @@ def test_a_round_that_is_interrupted_leaves_the_slot_as_it_was(
 
 @pytest.mark.parametrize("kept", [0, 4, -1])
 def test_a_count_out_of_range_moves_no_slot(
-    tiny: tuple[Machine, ActiveRequest, SpeculativeLoop], kept: int
+    tiny: tuple[Machine, ActiveRequest, Counted], kept: int
 ) -> None:
     machine, active, _ = tiny
     part = StepRequest((1, 2, 3), 5, active.slot, active.pages, True, is_verify=True)
