@@ -290,8 +290,13 @@ class _Stages:
 
     def head(self) -> None:
         b = self.buffers
-        ends = [rows.stop - 1 for request, rows in self._requests() if request.needs_logits]
-        logits = reference.head(self.parameters, b["head_in"][ends], self.rounding)
+        wanted = [
+            row
+            for request, rows in self._requests()
+            if request.needs_logits
+            for row in (range(rows.start, rows.stop) if request.all_logits else [rows.stop - 1])
+        ]
+        logits = reference.head(self.parameters, b["head_in"][wanted], self.rounding)
         b["logits"] = logits.float()
 
     def _mix(self, name: str, weights: MixParameters | None) -> None:

@@ -8,13 +8,14 @@ points are those of the ops it is made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kdecode.cache.caches import Caches
+from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
 from kdecode.decode.buffers import input_buffers, value_buffers
 from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
@@ -23,12 +24,18 @@ from kdecode.decode.traffic import op_weight_bytes
 from kdecode.kernels import table
 from kdecode.kernels.common.fused import refuse_device
 from kdecode.kernels.common.native import NativeStep, Pool, Program
+from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, OpContract, Problem
 from kdecode.model.layout import PackedModel
 from kdecode.model.stages import layer_stages
 
 # Rows of the prepared plans: one plan each.
 ROW_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+_COMMIT_NOTE = (
+    "KDA slots are only read; kda_commit of {} layers moves them past the rows that stay, in one "
+    "native call of its own"
+)
 
 
 class BackendRefusedError(ValueError):
@@ -50,12 +57,12 @@ class Deployment:
     page_tokens: int
     max_context_tokens: int
 
-    def problem(self, layer: int | None, rows: int) -> Problem:
+    def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
         return Problem(
             config=self.config,
             layer=layer,
             rows=rows,
-            rows_per_request=1,
+            rows_per_request=rows_per_request,
             device=self.device,
             cache_dtype=self.cache_dtype,
             page_tokens=self.page_tokens,
@@ -99,35 +106,50 @@ def check(deployment: Deployment) -> None:
         raise BackendRefusedError(refusal_message(reasons))
 
 
-def build(deployment: Deployment, packed: PackedModel, caches: Caches, rows: int) -> DecodePlan:
-    """The plan of one row bucket. Raises BackendRefusedError with every reason."""
-    described = describe(deployment, packed, rows)
+def build(
+    deployment: Deployment,
+    packed: PackedModel,
+    caches: Caches,
+    rows: int,
+    rows_per_request: int = 1,
+) -> DecodePlan:
+    """The plan of one row bucket. Raises BackendRefusedError with every reason.
+
+    rows_per_request: above 1 of verify steps, which leave the KDA slots to `DecodePlan.commit`.
+    """
+    described = describe(deployment, packed, rows, rows_per_request)
     buffers = _allocate(described.buffer_specs, deployment, caches)
+    if rows_per_request > 1:
+        buffers.effects = _allocate_effects(deployment.config, rows)
     program = Program(deployment.pool, deployment.isa)
     steps = []
     for step in described.steps:
         layer = step.layers[0]
         weights: Any = packed if layer is None else packed.layers[layer]
         prepared = table.implementation(step.op, "cpu").prepare(
-            deployment.problem(layer, rows), weights, buffers
+            deployment.problem(layer, rows, rows_per_request), weights, buffers
         )
         assert isinstance(prepared, NativeStep)
         program.add(prepared.name, prepared.args)
         steps.append(replace(step, run=prepared.run))
+    commit = None
+    if rows_per_request > 1:
+        commit = _build_commit(deployment, buffers, rows, rows_per_request)
     return replace(
-        described,
-        steps=tuple(steps),
-        buffers=buffers,
-        launch=program.run,
+        described, steps=tuple(steps), buffers=buffers, launch=program.run, commit=commit
     )
 
 
-def describe(deployment: Deployment, packed: PackedModel, rows: int) -> DecodePlan:
+def describe(
+    deployment: Deployment, packed: PackedModel, rows: int, rows_per_request: int = 1
+) -> DecodePlan:
     """The plan of one row bucket without what it runs on; ``packed`` may be an outline.
 
     Raises BackendRefusedError with every reason.
     """
     check(deployment)
+    if rows_per_request < 1 or rows % rows_per_request:
+        raise ValueError(f"{rows} rows are not a number of requests of {rows_per_request} each.")
     config = deployment.config
     specs = (*input_buffers(rows, deployment.max_pages), *value_buffers(config, rows))
     ops: list[tuple[str, int | None]] = [("embed", None)]
@@ -135,15 +157,17 @@ def describe(deployment: Deployment, packed: PackedModel, rows: int) -> DecodePl
         ops += [(op, layer) for op in layer_ops(config, layer)]
     ops.append(("head", None))
     names = frozenset(spec.name for spec in specs)
+    is_verify = rows_per_request > 1 and "kda" in config.layer_kinds
     return DecodePlan(
         backend="latency_specialized",
         config=config,
         rows=rows,
-        rows_per_request=1,
+        rows_per_request=rows_per_request,
         steps=tuple(_describe_step(deployment, packed, names, op, layer) for op, layer in ops),
         buffer_specs=specs,
         buffers=Buffers(),
         launch=cannot_run,
+        notes=(_COMMIT_NOTE.format(config.layer_kinds.count("kda")),) if is_verify else (),
     )
 
 
@@ -172,6 +196,48 @@ def _allocate(specs: tuple[Buffer, ...], deployment: Deployment, caches: Caches)
     buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)
     buffers.pool = deployment.pool
     return buffers
+
+
+def _allocate_effects(config: ModelConfig, rows: int) -> dict[int, RowEffects]:
+    """Where the rows of a verify step are recorded, by KDA layer."""
+    kda = config.kda
+    heads = (rows, kda.num_heads, kda.head_dim)
+    return {
+        layer: RowEffects(
+            keys=torch.zeros(heads),
+            decays=torch.zeros(heads),
+            corrections=torch.zeros(heads),
+            samples=torch.zeros(rows, 3 * kda.width, dtype=torch.bfloat16),
+        )
+        for layer, kind in enumerate(config.layer_kinds)
+        if kind == "kda"
+    }
+
+
+def _build_commit(
+    deployment: Deployment, buffers: Buffers, rows: int, rows_per_request: int
+) -> Callable[[Sequence[KeptRows]], None]:
+    """The program that moves the slots of a verify step, all layers in one call."""
+    requests = rows // rows_per_request
+    buffers["kept_rows"] = torch.zeros(requests, 3, dtype=torch.int32)
+    program = Program(deployment.pool, deployment.isa)
+    prepared = [
+        table.implementation("kda_commit", "cpu").prepare(
+            deployment.problem(layer, rows, rows_per_request), None, buffers
+        )
+        for layer in buffers.effects
+    ]
+    for step in prepared:
+        assert isinstance(step, NativeStep)
+        program.add(step.name, step.args)
+
+    def commit(kept: Sequence[KeptRows]) -> None:
+        lines = [(entry.span.slot, entry.span.first, entry.kept) for entry in kept]
+        lines += [(0, 0, 0)] * (requests - len(lines))
+        buffers["kept_rows"].numpy()[:] = lines
+        program.run(0, len(prepared))
+
+    return commit
 
 
 def _describe_step(

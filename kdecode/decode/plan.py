@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
 from kdecode.kernels.contract import Buffers, Tolerance
 from kdecode.model.stages import model_stages
@@ -79,6 +80,8 @@ class DecodePlan:
     # One call that runs steps begin .. end - 1, when the backend has one; else they are launched
     # one by one.
     launch: Callable[[int, int], None] | None = None
+    # Of a static plan of verify steps: moves the KDA slots past the rows that stay.
+    commit: Callable[[Sequence[KeptRows]], None] | None = None
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

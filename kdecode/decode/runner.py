@@ -18,6 +18,7 @@ import torch
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
+from kdecode.cache.open_rows import OpenSpan
 from kdecode.config import ConfigError, EngineConfig, Isa, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import auto, latency_specialized
@@ -33,21 +34,39 @@ log = logging.getLogger(__name__)
 SPECIALIZED, STANDARD = "specialized", "standard"
 
 
-def decline_reason(batch: StepBatch, buckets: tuple[int, ...] = ROW_BUCKETS) -> str | None:
+def decline_reason(
+    batch: StepBatch,
+    buckets: tuple[int, ...] = ROW_BUCKETS,
+    verify_rows: tuple[int, ...] = (),
+) -> str | None:
     """Why the prepared plans do not serve this step; None when one does.
 
     Looks at each request's state, never at token counts alone: a prompt of one token is a prefill.
+    verify_rows: rows of one request of the plans of verify steps.
     """
     decoding = [request.is_decode for request in batch.requests]
     if not any(decoding):
         return "prefill"
     if not all(decoding):
         return "mixed prefill and decode"
-    if any(len(request.token_ids) != 1 for request in batch.requests):
+    rows_per_request = 1
+    verifying = [request.is_verify for request in batch.requests]
+    if any(verifying):
+        if not all(verifying):
+            return "requests with and without drafts"
+        counts = {len(request.token_ids) for request in batch.requests}
+        if len(counts) > 1:
+            return "uneven drafts"
+        (rows_per_request,) = counts
+        if rows_per_request not in verify_rows:
+            return "a number of drafts without a plan"
+    elif any(len(request.token_ids) != 1 for request in batch.requests):
         return "more than one token a request"
-    if not all(request.needs_logits for request in batch.requests):
-        return "a decode row without logits"
-    if len(batch.requests) not in buckets:
+    for request in batch.requests:
+        if not request.needs_logits or (request.is_verify and not request.all_logits):
+            return "a decode row without logits"
+    # Plans of verify steps have as many requests as fit.
+    if batch.num_rows not in buckets:
         return f"rows above {buckets[-1]}"
     return None
 
@@ -78,8 +97,10 @@ class StepRunner:
     `run` leaves torch with the thread count of the path that served the step: what works on the
     logits next should not wake threads that the native pool would have to share the cores with.
     `callers_threads` around both gives it back.
-    engine: as `resolve` returns it. Raises BackendRefusedError at construction when latency_specialized is asked for by name on a
-    deployment that cannot run it. draft: whose taps are taken in every step that is counted.
+    engine: as `resolve` returns it. Raises BackendRefusedError at construction when
+    latency_specialized is asked for by name on a deployment that cannot run it. draft: whose taps
+    are taken in every step that is counted.
+    verify_rows: rows of one request (its anchor and drafts) of the verify steps that get plans.
     """
 
     def __init__(
@@ -88,6 +109,7 @@ class StepRunner:
         caches: Caches,
         engine: EngineConfig,
         draft: DraftConfig | None = None,
+        verify_rows: tuple[int, ...] = (),
     ) -> None:
         self.config = packed.config
         self.engine = engine
@@ -95,24 +117,31 @@ class StepRunner:
         self.last_path: tuple[str, str] = (STANDARD, "")
         self._num_threads = engine.resolved_threads()
         self._standard = auto.build_auto_plan(packed, caches, engine)
-        self._plans: dict[int, DecodePlan] = {}
+        # By rows and rows of one request.
+        self._plans: dict[tuple[int, int], DecodePlan] = {}
+        self._verify_rows = verify_rows
         self._logged: set[str] = set()
         # Of the last step: what the draft reads of each of its rows, [R, taps, M].
         self.last_taps: torch.Tensor | None = None
         if engine.decode_backend == "latency_specialized":
             deployment = deployment_of(packed.config, engine)
-            for rows in ROW_BUCKETS:
-                self._plans[rows] = latency_specialized.build(deployment, packed, caches, rows)
+            for rows, each in plan_sizes(verify_rows):
+                self._plans[rows, each] = latency_specialized.build(
+                    deployment, packed, caches, rows, each
+                )
         plans = (self._standard, *self._plans.values())
         self._taps = {} if draft is None else {id(plan): Taps.of(plan, draft) for plan in plans}
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits [requests that need them, vocab] fp32, in request order."""
-        reason = decline_reason(batch) if self._plans else "decode_backend is auto"
+        reason: str | None = "decode_backend is auto"
+        if self._plans:
+            reason = decline_reason(batch, verify_rows=self._verify_rows)
         is_decode_step = any(request.is_decode for request in batch.requests)
         path = STANDARD if reason is not None else SPECIALIZED
         if path == SPECIALIZED:
-            logits = self._run_plan(self._plans[batch.num_rows], batch)
+            size = batch.num_rows, len(batch.requests[0].token_ids)
+            logits = self._run_plan(self._plans[size], batch)
         else:
             logits = self._run_standard(batch)
         self.last_path = (path, reason or "")
@@ -123,9 +152,9 @@ class StepRunner:
             self.stats.prefill_steps += 1
         return logits
 
-    def plan(self, rows: int) -> DecodePlan:
-        """The plan that serves a decode step of so many rows."""
-        return self._plans.get(rows, self._standard)
+    def plan(self, rows: int, rows_per_request: int = 1) -> DecodePlan:
+        """The plan that serves a decode or verify step of so many rows."""
+        return self._plans.get((rows, rows_per_request), self._standard)
 
     def _run_standard(self, batch: StepBatch) -> torch.Tensor:
         torch.set_num_threads(self._num_threads)
@@ -152,6 +181,14 @@ class StepRunner:
             return
         self._logged.add(reason)
         log.info("decode steps run on the standard path: %s (logged once)", reason)
+
+
+def plan_sizes(verify_rows: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(rows, rows of one request) of every prepared plan."""
+    sizes = [(rows, 1) for rows in ROW_BUCKETS]
+    for each in verify_rows:
+        sizes += [(rows, each) for rows in ROW_BUCKETS if rows % each == 0 and each > 1]
+    return sizes
 
 
 @contextmanager
@@ -210,22 +247,38 @@ def deployment_of(config: ModelConfig, engine: EngineConfig) -> Deployment:
 def load_inputs(plan: DecodePlan, batch: StepBatch) -> None:
     """Writes a step's metadata into a static plan's input buffers; nothing of the last step stays.
 
-    Raises StepError, with nothing written, for a batch that names what does not exist or does not
-    have one token in each of the plan's rows.
+    The rows of a verify step are open from here on, for `Caches.commit` after the run. Raises
+    StepError, with nothing written, for a batch that names what does not exist or that is not one
+    of the plan's rows.
     """
-    buffers, requests = plan.buffers, batch.requests
+    buffers, requests, each = plan.buffers, batch.requests, plan.rows_per_request
     check_step(batch, buffers.limits)
-    if not len(requests) == batch.num_rows == plan.rows:
+    if plan.rows != each * len(requests) or any(len(r.token_ids) != each for r in requests):
         raise StepError(
             f"The step has {batch.num_rows} rows of {len(requests)} requests; this plan takes "
-            f"{plan.rows} requests of one row."
+            f"{plan.rows} rows, {each} a request."
         )
+    if any(request.is_verify != (each > 1) for request in requests):
+        raise StepError(
+            f"A plan of {each} rows a request {'verifies' if each > 1 else 'does not verify'}; a "
+            "request of the step says otherwise."
+        )
+    open_rows = buffers.caches.open_rows
+    open_rows.require_none()
     # numpy, because torch takes several microseconds an assignment.
     pages, page_tokens = buffers["row_pages"].numpy(), buffers.limits.page_tokens
     pages.fill(-1)
-    for row, request in enumerate(requests):
-        used = request.pages[: request.start // page_tokens + 1]
+    for row in range(batch.num_rows):
+        request = requests[row // each]
+        used = request.pages[: (request.start + row % each) // page_tokens + 1]
         pages[row, : len(used)] = used
-    buffers["row_token"].numpy()[:] = [request.token_ids[0] for request in requests]
-    buffers["row_slot"].numpy()[:] = [request.slot for request in requests]
-    buffers["row_position"].numpy()[:] = [request.start for request in requests]
+    rows = [(request, place) for request in requests for place in range(each)]
+    buffers["row_token"].numpy()[:] = [request.token_ids[place] for request, place in rows]
+    buffers["row_slot"].numpy()[:] = [request.slot for request, _ in rows]
+    buffers["row_position"].numpy()[:] = [request.start + place for request, place in rows]
+    if plan.commit is not None:
+        spans = [
+            OpenSpan(request.slot, request.start, number * each, each)
+            for number, request in enumerate(requests)
+        ]
+        open_rows.open(spans, plan.commit)

@@ -88,16 +88,19 @@ def check_steps(
     """Runs a step on both plans and yields what was compared, step by step.
 
     The caches of the two must have equal contents and separate memory; the oracle has one step a
-    stage. num_layers: stop before this layer. An expert choice that differs at a tie is no error;
-    see `ROUTE_TIE`.
+    stage and moves its slots past all rows. Where the plan only reads the slots (a verify step),
+    they are moved and compared at the end. num_layers: stop before this layer. An expert choice
+    that differs at a tie is no error; see `ROUTE_TIE`.
     """
     load_step(plan, batch)
     load_step(oracle, batch)
     pending = list(oracle.steps)
+    moved = {r.slot: len(r.token_ids) for r in batch.requests if r.is_verify}
+    count = plan.config.num_layers if num_layers is None else num_layers
     for index, step in enumerate(plan.steps):
         layer = step.layers[0]
         if num_layers is not None and (layer if layer is not None else index) >= num_layers:
-            return
+            break
         for name in step.reads:
             _give(plan.buffers, oracle.buffers, name)
         step.run()
@@ -112,7 +115,12 @@ def check_steps(
             # Weights are compared with the experts that they belong to.
             if name in written and name != "route_weights":
                 yield _check_buffer(plan, oracle, index, step, name, parameters)
-        yield from _check_state(plan, oracle, index, step, batch)
+        yield from _check_state(plan, oracle, index, step, batch, has_moved=not moved)
+    plan.buffers.caches.commit(moved)
+    for index, step in enumerate(plan.steps if moved else ()):
+        layer = step.layers[0]
+        if layer is not None and layer < count:
+            yield from _check_slots(plan, oracle, index, step, batch)
 
 
 def _give(target: dict[str, Tensor], source: dict[str, Tensor], name: str) -> None:
@@ -183,9 +191,29 @@ def _check_route(
 
 
 def _check_state(
+    plan: DecodePlan,
+    oracle: DecodePlan,
+    index: int,
+    step: Step,
+    batch: StepBatch,
+    *,
+    has_moved: bool,
+) -> Iterator[StepCheck]:
+    """The cache rows that a step wrote, and the slots of its requests if it moves them."""
+    if has_moved:
+        yield from _check_slots(plan, oracle, index, step, batch)
+    ours, theirs = plan.buffers.caches, oracle.buffers.caches
+    for layer, stage in step.stages:
+        if stage == "mla_insert":
+            pair = _written(ours, layer, batch), _written(theirs, layer, batch)
+            tolerance = _FP8_STEP if ours.cache_dtype == "fp8" else step.tolerance
+            yield _compare(index, step, "cache row", *pair, tolerance)
+
+
+def _check_slots(
     plan: DecodePlan, oracle: DecodePlan, index: int, step: Step, batch: StepBatch
 ) -> Iterator[StepCheck]:
-    """Windows and states of the step's requests, and the cache rows that it wrote."""
+    """Windows and states of the step's requests."""
     ours, theirs = plan.buffers.caches, oracle.buffers.caches
     slots = [request.slot for request in batch.requests]
     for layer, stage in step.stages:
@@ -195,10 +223,6 @@ def _check_state(
         elif stage == "kda_step":
             pair = ours.recurrent[layer][slots], theirs.recurrent[layer][slots]
             yield _compare(index, step, "recurrent", *pair, step.tolerance)
-        elif stage == "mla_insert":
-            pair = _written(ours, layer, batch), _written(theirs, layer, batch)
-            tolerance = _FP8_STEP if ours.cache_dtype == "fp8" else step.tolerance
-            yield _compare(index, step, "cache row", *pair, tolerance)
 
 
 def _written(caches: Caches, layer: int | None, batch: StepBatch) -> Tensor:

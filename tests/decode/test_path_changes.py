@@ -194,8 +194,8 @@ def test_both_paths_refuse_a_bad_step_alike_and_touch_nothing(
 
 def test_a_prepared_plan_takes_its_own_number_of_rows(loaded: Loaded) -> None:
     runner = StepRunner(loaded.packed, loaded.caches("bf16"), loaded.engine())
-    with pytest.raises(StepError, match="1 rows of 1 requests; this plan takes 2 requests"):
+    with pytest.raises(StepError, match="1 rows of 1 requests; this plan takes 2 rows"):
         load_inputs(runner.plan(2), StepBatch((GOOD,)))
     two = StepRequest((3, 4), 10, 1, (2, 0), is_decode=True)
-    with pytest.raises(StepError, match="2 rows of 1 requests; this plan takes 2 requests"):
+    with pytest.raises(StepError, match="2 rows of 1 requests; this plan takes 2 rows"):
         load_inputs(runner.plan(2), StepBatch((two,)))
