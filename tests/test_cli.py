@@ -163,6 +163,54 @@ def test_plan_of_a_configuration_needs_no_weights(
     assert "The native kernels run on the cpu; the device is cuda." in out
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["plan", "MODEL", "--decode-backend", "BACKEND"], 1),
+        (["generate", "MODEL", "--prompt", "x", "--decode-backend", "BACKEND"], 2),
+        (["compare", "MODEL", "--arm-b", "BACKEND"], 2),
+        (["serve", "MODEL", "--decode-backend", "BACKEND"], 2),
+        (["check", "MODEL", "--decode-backend", "BACKEND"], 2),
+        (["bench", "decode", "MODEL", "--decode-backend", "BACKEND"], 2),
+    ],
+)
+def test_every_reason_of_a_refusal_is_named_by_every_command(
+    capsys: pytest.CaptureFixture[str],
+    mini_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    code: int,
+) -> None:
+    from kdecode.engine import worker
+
+    # Nothing is packed for an engine that cannot be.
+    monkeypatch.setattr(worker, "pack_model", None)
+    names = ("--kv-cache-dtype", "--block-size")
+    if command[0] != "serve":
+        names = ("--cache-dtype", "--page-tokens")
+    settings = ("--device", "cuda:99", "--threads", 9999, names[0], "fp8", names[1], 7)
+    shared = ("device is 'cuda:99'", "num_threads is 9999", "cache_scale is not set")
+    for backend, own in (("latency_specialized", ["the device is cuda:99"]), ("auto", [])):
+        places = {"MODEL": str(mini_checkpoint), "BACKEND": backend}
+        args = [places.get(arg, arg) for arg in command]
+        found, out, err = _run(capsys, *args, *settings)
+        # `plan` prints what a backend refuses, because that is what it was asked for.
+        assert found == (code if own else 2)
+        text = out + err
+        assert [reason for reason in (*shared, *own) if text.count(reason) != 1] == []
+
+
+def test_a_refusal_in_json_is_a_list(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    args = ("plan", mini_checkpoint, "--decode-backend", "latency_specialized", "--json")
+    code, out, _ = _run(capsys, *args, "--device", "cuda:99", "--cache-dtype", "fp8", *ENGINE)
+    reasons = json.loads(out)["refusals"]
+    assert code == 1
+    for part, reason in zip(("run on the cpu", "cuda:99", "k_scale"), reasons, strict=True):
+        assert part in reason
+
+
 @pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
 def test_check_passes_on_both_backends(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, checkpoint: str

@@ -113,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kdecode.decode.latency_specialized import BackendRefusedError
+    from kdecode.engine.preflight import check_deployment
     from kdecode.model.weights import CheckpointReader
 
     directory = model_directory(args)
@@ -125,6 +126,10 @@ def run(args: argparse.Namespace) -> int:
         )
         for backend in args.decode_backend or get_args(DecodeBackend)
     }
+    for backend, config in configs.items():
+        # What was not asked for by name may be refused, which is reported.
+        if args.decode_backend or backend == "auto":
+            check_deployment(reader, config)
     parameters = reader.load_model()
     bar = ProgressBar()
     checks = []
@@ -134,8 +139,6 @@ def run(args: argparse.Namespace) -> int:
         try:
             checks.append(_check(directory, config, parameters, case, gold))
         except BackendRefusedError as error:
-            if args.decode_backend:
-                raise
             checks.append(BackendCheck(backend, str(error), (), ()))
         bar.clear()
     if args.json:

@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     from kdecode.bench.machine import read_machine
     from kdecode.bench.report import render, to_json
     from kdecode.commands.common import InputError
+    from kdecode.engine.preflight import check_deployment
+    from kdecode.model.weights import CheckpointReader
 
     try:
         settings = CompareSettings(
@@ -79,12 +81,17 @@ def run(args: argparse.Namespace) -> int:
         check_output_file(args.json)
     directory = model_directory(args)
     length = context_tokens(args.prompt_tokens + args.output_tokens)
-    arms = []
-    for name, backend in zip(_names(args.arm_a, args.arm_b), (args.arm_a, args.arm_b), strict=True):
-        config = engine_config(
-            args, decode_backend=backend, max_context_tokens=length, max_requests=1
-        )
-        arms.append(EngineArm(name, open_model(directory, config)))
+    configs = [
+        engine_config(args, decode_backend=backend, max_context_tokens=length, max_requests=1)
+        for backend in (args.arm_a, args.arm_b)
+    ]
+    # Before one arm is packed for nothing; auto last, because what it says a refusal says, too.
+    for config in sorted(configs, key=lambda config: config.decode_backend == "auto"):
+        check_deployment(CheckpointReader(directory), config)
+    arms = [
+        EngineArm(name, open_model(directory, config))
+        for name, config in zip(_names(args.arm_a, args.arm_b), configs, strict=True)
+    ]
     prompts = _prompts(arms[0], args)
     bar = ProgressBar()
     comparison = compare(arms[0], arms[1], prompts, settings, bar.message)

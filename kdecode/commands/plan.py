@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         plan, packed_bytes = _described(args, config) if args.config else _built(args, config)
     except BackendRefusedError as error:
         if args.json:
-            write_json({"backend": config.decode_backend, "refusals": str(error)}, "-")
+            write_json({"backend": config.decode_backend, "refusals": [*error.reasons]}, "-")
         else:
             print(error)
         return EXIT_REFUSED

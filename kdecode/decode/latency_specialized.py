@@ -8,7 +8,7 @@ points are those of the ops it is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,20 +39,35 @@ _COMMIT_NOTE = (
 
 
 class BackendRefusedError(ValueError):
-    """The deployment cannot run the backend that was asked for; the message has every reason."""
+    """The deployment cannot run the backend that was asked for; the message has every reason.
+
+    others: what keeps any backend from running it.
+    """
+
+    def __init__(self, reasons: Sequence[str], others: Sequence[str] = ()) -> None:
+        self.reasons = (*reasons, *others)
+        advice = "Set decode_backend to auto, or change what is named above."
+        if others:
+            lines = "\n".join(f"  - {reason}" for reason in others)
+            advice = f"Nor can any backend:\n{lines}\nChange what is named above."
+        lines = "\n".join(f"  - {reason}" for reason in reasons)
+        super().__init__(
+            f"decode_backend latency_specialized cannot run this deployment:\n{lines}\n{advice}"
+        )
 
 
 @dataclass(frozen=True)
 class Deployment:
     """What a deployment's plans have in common.
 
-    isa: instruction set of the native kernels. pool: their threads, owned by the caller.
+    isa: instruction set of the native kernels. threads: their pool, owned by the caller; None for
+    a deployment that is judged or described, and not run.
     """
 
     config: ModelConfig
     device: str
     isa: str
-    pool: Pool
+    threads: Pool | None
     cache_dtype: str
     page_tokens: int
     max_context_tokens: int
@@ -69,6 +84,12 @@ class Deployment:
             max_context_tokens=self.max_context_tokens,
             isa=self.isa,
         )
+
+    @property
+    def pool(self) -> Pool:
+        if self.threads is None:
+            raise ValueError("A plan that runs needs the deployment's threads.")
+        return self.threads
 
     @property
     def max_pages(self) -> int:
@@ -103,7 +124,7 @@ def check(deployment: Deployment) -> None:
     """Raises BackendRefusedError with every reason, if there is one."""
     reasons = refuse(deployment)
     if reasons:
-        raise BackendRefusedError(refusal_message(reasons))
+        raise BackendRefusedError(reasons)
 
 
 def build(
@@ -168,14 +189,6 @@ def describe(
         buffers=Buffers(),
         launch=cannot_run,
         notes=(_COMMIT_NOTE.format(config.layer_kinds.count("kda")),) if is_verify else (),
-    )
-
-
-def refusal_message(reasons: Iterable[str]) -> str:
-    lines = "\n".join(f"  - {reason}" for reason in reasons)
-    return (
-        f"decode_backend latency_specialized cannot run this deployment:\n{lines}\n"
-        "Set decode_backend to auto, or change what is named above."
     )
 
 

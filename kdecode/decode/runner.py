@@ -229,15 +229,15 @@ def check_processor(engine: EngineConfig) -> None:
         )
 
 
-def deployment_of(config: ModelConfig, engine: EngineConfig) -> Deployment:
-    """The native deployment that a resolved configuration asks for."""
+def deployment_of(config: ModelConfig, engine: EngineConfig, *, runs: bool = True) -> Deployment:
+    """The native deployment that a resolved configuration asks for; with threads where it runs."""
     if engine.isa is None:
         raise ValueError("The configuration has no instruction set yet; `resolve` decides it.")
     return Deployment(
         config=config,
         device=engine.device,
         isa=engine.isa,
-        pool=native.Pool(engine.resolved_threads()),
+        threads=native.Pool(engine.resolved_threads()) if runs else None,
         cache_dtype=engine.cache_dtype,
         page_tokens=engine.page_tokens,
         max_context_tokens=engine.max_context_tokens,

@@ -15,7 +15,8 @@ from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.latency_specialized import ROW_BUCKETS
 from kdecode.decode.plan import DecodePlan, cannot_run
 from kdecode.decode.runner import deployment_of, resolve
-from kdecode.engine.worker import check_backend, check_context, trunk_format
+from kdecode.engine.preflight import check_description
+from kdecode.engine.worker import trunk_format
 from kdecode.model.outline import outline_bytes, outline_model
 
 _PACKING_NOTE = (
@@ -29,14 +30,13 @@ def describe_plan(config: ModelConfig, engine: EngineConfig, rows: int) -> tuple
     Raises ConfigError and BackendRefusedError as an engine does.
     """
     engine = resolve(engine)
-    check_context(config, engine)
-    check_backend(config, engine)
+    check_description(config, engine)
     trunk = trunk_format(engine)
     packed = outline_model(config, "rows" if trunk == "rows" else "tiles")
     size = outline_bytes(packed)
     notes = () if trunk in ("rows", "tiles") else (_PACKING_NOTE,)
     if engine.decode_backend == "latency_specialized" and rows in ROW_BUCKETS:
-        plan = latency_specialized.describe(deployment_of(config, engine), packed, rows)
+        plan = latency_specialized.describe(deployment_of(config, engine, runs=False), packed, rows)
         return replace(plan, notes=notes), size
     # Scales matter to a run only; the released checkpoints have none.
     scales = dict.fromkeys(range(config.num_layers), 1.0)

@@ -20,15 +20,9 @@ from torch import Tensor
 from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_bytes
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
-from kdecode.decode import latency_specialized
-from kdecode.decode.runner import (
-    StepRunner,
-    callers_threads,
-    check_processor,
-    deployment_of,
-    resolve,
-)
+from kdecode.decode.runner import StepRunner, callers_threads, resolve
 from kdecode.engine.loop import StepResult
+from kdecode.engine.preflight import check_deployment
 from kdecode.engine.request import Request, TokenLogprobs
 from kdecode.engine.sampling import BadLogits, Draw, sample, token_logprobs
 from kdecode.engine.scheduler import ScheduledStep
@@ -66,10 +60,7 @@ class Worker:
         self.config = reader.config
         self.engine = engine = resolve(engine)
         self.weights_digest = weights_digest(directory)
-        check_context(self.config, engine)
-        check_processor(engine)
-        check_backend(self.config, engine)
-        check_device(engine.device)
+        check_deployment(reader, engine)
         opened = time.perf_counter()
         self.packed = pack_model(
             reader,
@@ -154,35 +145,6 @@ def trunk_format(engine: EngineConfig) -> TrunkFormat:
         return "rows"
     assert engine.isa is not None, "a resolved configuration has one"
     return tile_format(engine.isa, engine.lossless_packing)
-
-
-def check_context(config: ModelConfig, engine: EngineConfig) -> None:
-    if engine.max_context_tokens > config.max_positions:
-        raise ConfigError(
-            f"max_context_tokens is {engine.max_context_tokens:,}; the model was made for at most "
-            f"{config.max_positions:,} positions."
-        )
-
-
-def check_backend(config: ModelConfig, engine: EngineConfig) -> None:
-    """Raises BackendRefusedError with every reason, before minutes of packing."""
-    if engine.decode_backend == "latency_specialized":
-        latency_specialized.check(deployment_of(config, engine))
-
-
-def check_device(device: str) -> None:
-    """Raises ConfigError unless torch can use the device now."""
-    name, _, index = device.partition(":")
-    if name == "cpu":
-        return
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device is {device!r}, but torch {torch.__version__} finds no CUDA device here; set "
-            "device to 'cpu', or install a torch build for CUDA where there is a GPU."
-        )
-    count = torch.cuda.device_count()
-    if index and int(index) >= count:
-        raise ConfigError(f"device is {device!r}; there are {count} CUDA devices, from cuda:0 on.")
 
 
 def allocate_caches(packed: PackedModel, engine: EngineConfig) -> Caches:

@@ -226,6 +226,11 @@ class CheckpointReader:
             k_scale=self._cache_scale(slots["attention.k_scale"]),
         )
 
+    def has_cache_scale(self, layer: int) -> bool:
+        """Whether the checkpoint gives an MLA layer's fp8 cache its scale."""
+        slots = layer_slots(self.config, layer, self._prefix)
+        return slots["attention.k_scale"].name in self._shard_of
+
     def _cache_scale(self, spec: TensorSpec) -> Tensor | None:
         if spec.name not in self._shard_of:
             return None

@@ -19,9 +19,9 @@ from kdecode.cache.batch import StepBatch
 from kdecode.config import ConfigError
 from kdecode.decode import all_reference
 from kdecode.decode.verify import check_steps, copy_caches
+from kdecode.engine.preflight import check_device
 from kdecode.engine.request import SamplingParams
 from kdecode.engine.sampling import Draw, sample
-from kdecode.engine.worker import check_device
 from kdecode.kernels.contract import Tolerance
 from kdecode.model.layout import to_device
 from kdecode.testing.compare import assert_close, bit_equal

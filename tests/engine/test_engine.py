@@ -318,7 +318,9 @@ def test_a_device_that_cannot_serve_is_refused_before_packing(
         LLM(mini_checkpoint, device="cuda")
     with pytest.raises(BackendRefusedError, match="cpu; the device is cuda") as raised:
         LLM(mini_checkpoint, device="cuda", decode_backend="latency_specialized")
-    assert "Set decode_backend to auto" in str(raised.value)
+    # The device is missing for auto, too.
+    assert "Nor can any backend:\n  - device is 'cuda', but torch" in str(raised.value)
+    assert "Set decode_backend to auto" not in str(raised.value)
 
 
 def test_the_package_names_its_public_api() -> None:

@@ -1,0 +1,86 @@
+"""What keeps an engine from being built, found before any weight is read, and all of it at once.
+
+Owns the checks of a configuration against a model, a checkpoint's headers and this machine. Does
+not know how anything is packed or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.decode import latency_specialized
+from kdecode.decode.latency_specialized import BackendRefusedError
+from kdecode.decode.runner import check_processor, deployment_of, resolve
+from kdecode.model.weights import CheckpointReader
+
+
+def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
+    """Raises with every reason why this machine cannot run the checkpoint like that.
+
+    BackendRefusedError where the backend has reasons of its own, else ConfigError.
+    """
+    _check(
+        reader.config,
+        engine,
+        lambda: check_context(reader.config, engine),
+        lambda: check_processor(engine),
+        lambda: check_device(engine.device),
+        lambda: check_cache_scales(reader, engine),
+    )
+
+
+def check_description(config: ModelConfig, engine: EngineConfig) -> None:
+    """The same without a checkpoint and for any machine."""
+    _check(config, engine, lambda: check_context(config, engine))
+
+
+def check_context(config: ModelConfig, engine: EngineConfig) -> None:
+    if engine.max_context_tokens > config.max_positions:
+        raise ConfigError(
+            f"max_context_tokens is {engine.max_context_tokens:,}; the model was made for at most "
+            f"{config.max_positions:,} positions."
+        )
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError unless torch can use the device now."""
+    name, _, index = device.partition(":")
+    if name == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device is {device!r}, but torch {torch.__version__} finds no CUDA device here; set "
+            "device to 'cpu', or install a torch build for CUDA where there is a GPU."
+        )
+    count = torch.cuda.device_count()
+    if index and int(index) >= count:
+        raise ConfigError(f"device is {device!r}; there are {count} CUDA devices, from cuda:0 on.")
+
+
+def check_cache_scales(reader: CheckpointReader, engine: EngineConfig) -> None:
+    """Raises ConfigError for the first layer of an fp8 cache that nobody gives a scale."""
+    for layer, kind in enumerate(reader.config.layer_kinds):
+        if kind == "mla" and not reader.has_cache_scale(layer):
+            engine.layer_cache_scale(layer, None)
+
+
+def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None]) -> None:
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems.append(str(error))
+    if engine.decode_backend == "latency_specialized":
+        deployment = deployment_of(config, resolve(engine), runs=False)
+        refusals = latency_specialized.refuse(deployment)
+        if refusals:
+            raise BackendRefusedError(refusals, problems)
+    if len(problems) > 1:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise ConfigError(f"No backend can run this configuration:\n{lines}")
+    if problems:
+        raise ConfigError(problems[0])
