@@ -313,11 +313,14 @@ def write_tokenizer(directory: str | Path, vocab_size: int, seed: int) -> None:
         raise ValueError(
             f"vocab_size is {vocab_size}; it must be at least {MIN_VOCAB} and at most {MAX_VOCAB}."
         )
-    num_base = vocab_size - NUM_SPECIALS
-    tokens = itertools.islice(_base_tokens(seed), num_base)
-    lines = (b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    save_tokens(directory, itertools.islice(_base_tokens(seed), vocab_size - NUM_SPECIALS))
+
+
+def save_tokens(directory: str | Path, tokens: Iterable[bytes]) -> None:
+    """Writes both files for these base tokens, by rank, and the specials behind them."""
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
     (Path(directory) / MODEL_FILE).write_bytes(b"".join(lines))
-    (Path(directory) / CONFIG_FILE).write_text(_config_text(num_base), encoding="utf-8")
+    (Path(directory) / CONFIG_FILE).write_text(_config_text(len(lines)), encoding="utf-8")
 
 
 def _config_text(num_base: int) -> str:
