@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_a_directory_in_place_of_a_file_is_named(
     code, _, err = _run(capsys, "generate", tmp_path, "--prompt", "x")
     assert code == 2
     assert str(tmp_path / "config.json") in err
+
+
+def test_one_of_a_thing_is_written_as_one(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    plan = ("plan", mini_checkpoint, "--context-tokens", 1, *ENGINE)
+    check = ("check", mini_checkpoint, "--layers", 1, "--decode-backend", "auto", *ENGINE)
+    generate = ("generate", mini_checkpoint, "--prompt", "a", "--max-tokens", 1, *ENGINE)
+    compare = ("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 1, "--blocks", 2)
+    for command in (plan, check, generate, (*compare, "--output-tokens", 2, *ENGINE)):
+        _, out, err = _run(capsys, *command)
+        assert re.findall(r"(?<![\d.,])1 (?!ms\b)\w+s\b", out + err) == []
 
 
 def test_plan_lists_steps_and_bytes(

@@ -15,6 +15,7 @@ from kdecode.bench.agreement import Agreement
 from kdecode.bench.compare import COMPARED_SETTING, MIN_COVERAGE, Comparison
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SPECIALIZED, STANDARD, ArmSummary, Spread
+from kdecode.bench.wording import counted
 
 SCHEMA_VERSION = 1
 RECOMMENDED_BLOCKS = 6
@@ -82,17 +83,17 @@ def _header(comparison: Comparison, machine: Machine) -> list[str]:
         for name, config in zip(comparison.arm_names, comparison.configs, strict=True)
     ]
     warmups = "; ".join(
-        f"{name} {warmup.runs} runs" + ("" if warmup.is_stable else ", STILL UNSTABLE")
+        f"{name} {counted(warmup.runs, 'run')}" + ("" if warmup.is_stable else ", STILL UNSTABLE")
         for name, warmup in zip(comparison.arm_names, comparison.warmups, strict=True)
     )
     prompts = len({run.prompt for run in comparison.runs})
     return [
         f"comparison {comparison.comparison_id}, {machine.date}",
-        f"machine: {machine.cpu or 'cpu not known'}, {machine.cores} cores, "
+        f"machine: {machine.cpu or 'cpu not known'}, {counted(machine.cores, 'core')}, "
         f"{' '.join(machine.cpu_flags) or 'no flags known'}, {machine.system}",
         f"software: {versions}",
         *used,
-        f"design: {prompts} prompts, {settings.blocks} {settings.order} blocks, "
+        f"design: {counted(prompts, 'prompt')}, {settings.blocks} {settings.order} blocks, "
         f"max_tokens {settings.max_tokens}, greedy, seed {settings.seed}, one request at a time, "
         f"speculation none, prompts sha256 {comparison.prompts_sha256[:12]}",
         f"warm-up (discarded): {warmups}",
@@ -154,12 +155,12 @@ def _agreement_lines(comparison: Comparison) -> list[str]:
     reference, candidate = comparison.arm_names
     near_tie = comparison.settings.near_tie
     lines = [
-        f"outputs: {agreement.identical_prompts} of {len(agreement.prompts)} prompts have "
-        f"identical greedy tokens",
+        f"outputs: identical greedy tokens in {agreement.identical_prompts} of "
+        f"{counted(len(agreement.prompts), 'prompt')}",
         f"teacher-forced on the tokens of {reference}: {candidate} chose another token at "
         f"{agreement.near_ties + agreement.real} of {agreement.positions} positions "
-        f"({agreement.near_ties} near-ties, {agreement.real} real); a near-tie has a margin up to "
-        f"{near_tie.atol:g} + {near_tie.rtol:g} * |max logit|",
+        f"({counted(agreement.near_ties, 'near-tie')}, {agreement.real} real); a near-tie has a "
+        f"margin up to {near_tie.atol:g} + {near_tie.rtol:g} * |max logit|",
     ]
     if agreement.unstable_runs:
         lines.append(
@@ -194,8 +195,8 @@ def _ratio_lines(comparison: Comparison) -> list[str]:
         )
     if comparison.unequal_pairs:
         lines.append(
-            f"  no ratio of request latency: in {comparison.unequal_pairs} pairs the arms made "
-            f"different numbers of tokens"
+            f"  no ratio of request latency: in {counted(comparison.unequal_pairs, 'pair')} the "
+            f"arms made different numbers of tokens"
         )
     if comparison.settings.blocks < RECOMMENDED_BLOCKS:
         lines.append(

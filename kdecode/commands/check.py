@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from kdecode.bench.wording import counted
 from kdecode.commands.common import (
     InputError,
     ProgressBar,
@@ -368,7 +369,8 @@ def _report(check: BackendCheck, case: Case) -> Iterable[str]:
         )
     yield table(rows)
     if case.num_layers is not None:
-        yield f"the first {case.num_layers} layers only; the model as a whole was not checked"
+        first = counted(case.num_layers, "layer")
+        yield f"the first {first} only; the model as a whole was not checked"
     for item in check.model:
         yield (
             f"model, {item.quantity}: {item.backend:.2e} from gold; the rounded reference is "

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdecode.bench.wording import counted
 from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
@@ -194,7 +195,8 @@ def _metrics_line(metrics: dict[str, Any], output: Output) -> str:
     coverage = metrics["coverage"]
     served = "no decode steps" if coverage is None else f"{100 * coverage:.0f} % specialized"
     return (
-        f"{metrics['prompt_tokens']} prompt and {metrics['output_tokens']} output tokens, "
+        f"{counted(metrics['prompt_tokens'], 'prompt token')} and "
+        f"{counted(metrics['output_tokens'], 'output token')}, "
         f"finish {output.finish_reason}; prefill {1000 * metrics['prefill_s']:.1f} ms, first token "
         f"after {1000 * metrics['ttft_s']:.1f} ms, decode {decode}, {served}"
     )

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kdecode.bench.wording import counted
 from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
@@ -67,12 +68,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(plan.explain())
     if plan.backend != config.decode_backend:
-        print(f"{config.decode_backend} has no plan for {args.rows} rows; this is what runs.")
+        print(
+            f"{config.decode_backend} has no plan for {counted(args.rows, 'row')}; this is what runs."
+        )
     print(f"all packed weights take {mebibytes(packed_bytes)}")
     print(
         f"a step of 1 row reads {mebibytes(document['weight_bytes'])} of weights; each row moves "
         f"{mebibytes(document['state_bytes_per_row'])} of state and cache at "
-        f"{args.context_tokens:,} tokens of context"
+        f"{counted(args.context_tokens, 'token')} of context"
     )
     return 0
 
