@@ -34,6 +34,8 @@ from kdecode.testing.poison import poison_, poisoned
 # A layer that sees some of the snapshots, but not all, with snapshots before layers 0, 2 and 4.
 MOE_LAYER = 3
 NUM_EXPERTS, TOP_K = 24, 5
+# Each number of rows of one pass over a tile, then numbers that take several passes.
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64)
 
 
 def latent_config(expert_format: str = "mxfp4", has_latent_norm: bool = True) -> ModelConfig:

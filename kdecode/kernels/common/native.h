@@ -40,7 +40,7 @@ struct Tiles {
 };
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kMaxRows = 8;  // rows of one native decode step
+inline constexpr int kMaxRows = 64;     // rows of one native decode step
 inline constexpr int kMaxTopK = 64;     // experts of one row
 inline constexpr int kMaxExperts = 4096;
 

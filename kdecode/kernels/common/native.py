@@ -37,8 +37,8 @@ __all__ = [
     "time_stream",
 ]
 
-# Rows of one native decode step, and of one pass of the native products.
-MAX_ROWS = 8
+# Rows of one native decode step, and of one pass of the native products over a tile.
+MAX_ROWS = 64
 
 
 def ptr(tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -80,11 +80,6 @@ void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const
   dot_mxfp4(static_cast<const std::uint8_t*>(w.data) + first * kGroupBytes, w.scales + first * kTileRows, groups, num_rows, x, y);
 }
 
-void decode_lines(const Tiles& w, std::int64_t tile, bf16* lines) {
-  Packed12Tile packed(w, tile);
-  decode_in_order(packed, 0, w.cols / 2, lines);
-}
-
 void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out) {
   const std::int64_t missing = (tile + 1) * kTileRows - w.rows;
   const int num_rows = missing > 0 ? static_cast<int>(kTileRows - missing) : kTileRows;

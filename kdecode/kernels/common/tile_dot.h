@@ -13,9 +13,6 @@ namespace kdecode::KD_NS {
 // not depend on the number of rows. x[r] are bf16 rows of w.cols numbers (any addresses: gathered rows are fine).
 void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, float* y);
 
-// The lines of a tile of kPacked12, as they are in a tile of kBf16: w.cols * 16 numbers.
-void decode_lines(const Tiles& w, std::int64_t tile, bf16* lines);
-
 // out[i, :] = W[tile * 16 + i, :] for the rows of the tile that the matrix has: bf16, w.cols numbers a row, dequantised if MXFP4
 // (exact: a code has two significant bits).
 void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out);

@@ -49,7 +49,8 @@ inline void add_lines(const bf16* lines, std::int64_t pairs, const float* const*
   }
 }
 
-inline void add_lines(const bf16* lines, std::int64_t pairs, int num_rows, const float (*x)[kPairsAPiece * 2], Sums* sums) {
+template <int kWidth>
+inline void add_lines(const bf16* lines, std::int64_t pairs, int num_rows, const float (*x)[kWidth], Sums* sums) {
   int r = 0;
   for (; r + 2 <= num_rows; r += 2) {
     const float* const two[2] = {x[r], x[r + 1]};
@@ -175,7 +176,7 @@ void dot_mxfp4_few(const std::uint8_t* codes, const std::uint8_t* scales, std::i
 void dot_mxfp4_many(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows,
                     const bf16* const* x, float* y) {
   alignas(64) bf16 lines[kGroupPairs * 32];
-  float wide[kMaxRows][kPairsAPiece * 2];
+  float wide[kMaxRows][kGroupPairs * 2];
   for (std::int64_t group = 0; group < groups; ++group) {
     decode_group(codes + group * 256, lines);
     Sums sums[kMaxRows];

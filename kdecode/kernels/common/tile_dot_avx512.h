@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "native.h"
 
@@ -16,6 +17,12 @@ inline __m512 dot_pair(__m512 acc, __m512i weights, const bf16* x) {
   std::memcpy(&pair, x, sizeof(pair));
   return _mm512_dpbf16_ps(acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
 }
+
+// Rows of one pass over the weights: what the registers hold, with two chains of sums a row. More rows take several passes of
+// about one size over a block of columns at a time: the later ones find its weights in the first-level cache, and memory has as
+// long as all of them take to bring the next block.
+constexpr int kPassRows = 8;
+constexpr std::int64_t kBlockColumns = 256;
 
 // With few rows a loop waits for memory, and the hardware prefetcher does better alone; from here on it waits for arithmetic, so
 // that too few loads are in flight for the prefetcher to keep up.
@@ -35,28 +42,99 @@ inline void prefetch_ahead(const void* at) {
   }
 }
 
+// pass(rows, first row), rows a constant.
+template <class Pass>
+inline void run_pass(int rows, int first, Pass&& pass) {
+  switch (rows) {
+    case 1: return pass(std::integral_constant<int, 1>{}, first);
+    case 2: return pass(std::integral_constant<int, 2>{}, first);
+    case 3: return pass(std::integral_constant<int, 3>{}, first);
+    case 4: return pass(std::integral_constant<int, 4>{}, first);
+    case 5: return pass(std::integral_constant<int, 5>{}, first);
+    case 6: return pass(std::integral_constant<int, 6>{}, first);
+    case 7: return pass(std::integral_constant<int, 7>{}, first);
+    case 8: return pass(std::integral_constant<int, 8>{}, first);
+  }
+}
+
+// y = the sums of all rows. Of a tile of `Codes` this needs kChains, the number of sums that a row of W has at a time (their order
+// is the same for any number of rows), and
+//   add<rows>(first column, columns, x, sums)   adds the products of a block to sums [rows, kChains, 16]
+//   finish(column)                              every pass over the block that ends there is done
+template <class Codes>
+void dot_blocks(Codes tile, std::int64_t columns, int num_rows, const bf16* const* x, float* y) {
+  constexpr int kRowSums = Codes::kChains * kTileRows;
+  alignas(64) float sums[kMaxRows * kRowSums];
+  std::memset(sums, 0, num_rows * kRowSums * sizeof(float));
+  const int passes = (num_rows + kPassRows - 1) / kPassRows;
+  const std::int64_t block = passes == 1 ? columns : kBlockColumns;
+  for (std::int64_t column = 0; column < columns; column += block) {
+    const std::int64_t count = columns - column < block ? columns - column : block;
+    int first = 0;
+    for (int pass = 0; pass < passes; ++pass) {
+      const int rows = num_rows / passes + (pass < num_rows % passes);
+      run_pass(rows, first, [&](auto constant, int row) {
+        tile.template add<decltype(constant)::value>(column, count, x + row, sums + row * kRowSums);
+      });
+      first += rows;
+    }
+    tile.finish(column + count);
+  }
+  for (int r = 0; r < num_rows; ++r) {
+    __m512 sum = _mm512_load_ps(sums + r * kRowSums);
+    if constexpr (Codes::kChains == 2) sum = _mm512_add_ps(sum, _mm512_load_ps(sums + r * kRowSums + kTileRows));
+    _mm512_storeu_ps(y + r * kTileRows, sum);
+  }
+}
+
+// Two chains of sums a row, those of even and of odd lines: together they hide the latency of one. In memory one after the other.
 template <int kRows>
-void dot_bf16_rows(const bf16* lines, std::int64_t pairs, const bf16* const* x, float* y) {
-  // Even and odd pairs apart: two chains a row hide the latency of one.
-  __m512 even[kRows], odd[kRows];
-  for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
-  std::int64_t p = 0;
-  for (; p + 2 <= pairs; p += 2) {
-    prefetch_ahead<kRows>(lines + p * 32);
-    prefetch_ahead<kRows>(lines + p * 32 + 32);
-    const __m512i first = _mm512_loadu_si512(lines + p * 32);
-    const __m512i second = _mm512_loadu_si512(lines + p * 32 + 32);
+struct LineSums {
+  explicit LineSums(const float* memory) {
     for (int r = 0; r < kRows; ++r) {
-      even[r] = dot_pair(even[r], first, x[r] + p * 2);
-      odd[r] = dot_pair(odd[r], second, x[r] + p * 2 + 2);
+      even[r] = _mm512_load_ps(memory + 2 * r * kTileRows);
+      odd[r] = _mm512_load_ps(memory + (2 * r + 1) * kTileRows);
     }
   }
-  if (p < pairs) {
-    const __m512i last = _mm512_loadu_si512(lines + p * 32);
-    for (int r = 0; r < kRows; ++r) even[r] = dot_pair(even[r], last, x[r] + p * 2);
+  void store(float* memory) const {
+    for (int r = 0; r < kRows; ++r) {
+      _mm512_store_ps(memory + 2 * r * kTileRows, even[r]);
+      _mm512_store_ps(memory + (2 * r + 1) * kTileRows, odd[r]);
+    }
   }
-  for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(y + r * kTileRows, _mm512_add_ps(even[r], odd[r]));
-}
+  // Lines of columns [column, column + 4).
+  void add_two(__m512i first, __m512i second, const bf16* const* x, std::int64_t column) {
+    for (int r = 0; r < kRows; ++r) {
+      even[r] = dot_pair(even[r], first, x[r] + column);
+      odd[r] = dot_pair(odd[r], second, x[r] + column + 2);
+    }
+  }
+  __m512 even[kRows], odd[kRows];
+};
+
+struct Bf16Codes {
+  static constexpr int kChains = 2;
+
+  template <int kRows>
+  void add(std::int64_t column, std::int64_t columns, const bf16* const* x, float* memory) const {
+    LineSums<kRows> sums(memory);
+    const std::int64_t end = column + columns;
+    for (; column + 4 <= end; column += 4) {
+      const bf16* const at = lines + column * kTileRows;
+      prefetch_ahead<kRows>(at);
+      prefetch_ahead<kRows>(at + 32);
+      sums.add_two(_mm512_loadu_si512(at), _mm512_loadu_si512(at + 32), x, column);
+    }
+    if (column < end) {
+      const __m512i last = _mm512_loadu_si512(lines + column * kTileRows);
+      for (int r = 0; r < kRows; ++r) sums.even[r] = dot_pair(sums.even[r], last, x[r] + column);
+    }
+    sums.store(memory);
+  }
+  void finish(std::int64_t) {}
+
+  const bf16* lines;
+};
 
 // The 16 E2M1 values as bf16, twice: a lookup uses 5 bits of an index, and the fifth is the next code's lowest.
 inline __m512i e2m1_table() {
@@ -72,60 +150,50 @@ inline __m512i decode(__m512i codes, __m512i table) {
   return _mm512_permutexvar_epi16(kNibble == 0 ? codes : _mm512_srli_epi16(codes, 4 * kNibble), table);
 }
 
-template <int kRows>
-void dot_mxfp4_rows(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, const bf16* const* x, float* y) {
-  const __m512i table = e2m1_table();
-  __m512 total[kRows];
-  for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
-  for (std::int64_t group = 0; group < groups; ++group) {
-    __m512 even[kRows], odd[kRows];
-    for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
+struct Mxfp4Codes {
+  static constexpr int kChains = 1;  // that last longer than a group
+
+  template <int kRows>
+  void add(std::int64_t column, std::int64_t columns, const bf16* const* x, float* memory) const {
+    const __m512i table = e2m1_table();
+    __m512 total[kRows];
+    for (int r = 0; r < kRows; ++r) total[r] = _mm512_load_ps(memory + r * kTileRows);
+    for (std::int64_t group = column / 32; group < (column + columns) / 32; ++group) {
+      __m512 even[kRows], odd[kRows];
+      for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
 #pragma GCC unroll 4
-    for (int block = 0; block < 4; ++block) {
-      const __m512i line = _mm512_loadu_si512(codes + group * 256 + block * 64);
-      prefetch_ahead<kRows, kPrefetchRows>(codes + group * 256 + block * 64);
-      const std::int64_t column = group * 32 + block * 8;
-      const __m512i w0 = decode<0>(line, table);
-      for (int r = 0; r < kRows; ++r) even[r] = dot_pair(even[r], w0, x[r] + column);
-      const __m512i w1 = decode<1>(line, table);
-      for (int r = 0; r < kRows; ++r) odd[r] = dot_pair(odd[r], w1, x[r] + column + 2);
-      const __m512i w2 = decode<2>(line, table);
-      for (int r = 0; r < kRows; ++r) even[r] = dot_pair(even[r], w2, x[r] + column + 4);
-      const __m512i w3 = decode<3>(line, table);
-      for (int r = 0; r < kRows; ++r) odd[r] = dot_pair(odd[r], w3, x[r] + column + 6);
+      for (int block = 0; block < 4; ++block) {
+        const __m512i line = _mm512_loadu_si512(codes + group * 256 + block * 64);
+        prefetch_ahead<kRows, kPrefetchRows>(codes + group * 256 + block * 64);
+        const std::int64_t at = group * 32 + block * 8;
+        const __m512i w0 = decode<0>(line, table);
+        for (int r = 0; r < kRows; ++r) even[r] = dot_pair(even[r], w0, x[r] + at);
+        const __m512i w1 = decode<1>(line, table);
+        for (int r = 0; r < kRows; ++r) odd[r] = dot_pair(odd[r], w1, x[r] + at + 2);
+        const __m512i w2 = decode<2>(line, table);
+        for (int r = 0; r < kRows; ++r) even[r] = dot_pair(even[r], w2, x[r] + at + 4);
+        const __m512i w3 = decode<3>(line, table);
+        for (int r = 0; r < kRows; ++r) odd[r] = dot_pair(odd[r], w3, x[r] + at + 6);
+      }
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + group * 16));
+      const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23));
+      for (int r = 0; r < kRows; ++r) total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
     }
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + group * 16));
-    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23));
-    for (int r = 0; r < kRows; ++r) total[r] = _mm512_fmadd_ps(_mm512_add_ps(even[r], odd[r]), scale, total[r]);
+    for (int r = 0; r < kRows; ++r) _mm512_store_ps(memory + r * kTileRows, total[r]);
   }
-  for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(y + r * kTileRows, total[r]);
-}
+  void finish(std::int64_t) {}
+
+  const std::uint8_t* codes;
+  const std::uint8_t* scales;
+};
 
 void dot_bf16(const bf16* lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
-  switch (num_rows) {
-    case 1: return dot_bf16_rows<1>(lines, pairs, x, y);
-    case 2: return dot_bf16_rows<2>(lines, pairs, x, y);
-    case 3: return dot_bf16_rows<3>(lines, pairs, x, y);
-    case 4: return dot_bf16_rows<4>(lines, pairs, x, y);
-    case 5: return dot_bf16_rows<5>(lines, pairs, x, y);
-    case 6: return dot_bf16_rows<6>(lines, pairs, x, y);
-    case 7: return dot_bf16_rows<7>(lines, pairs, x, y);
-    case 8: return dot_bf16_rows<8>(lines, pairs, x, y);
-  }
+  dot_blocks(Bf16Codes{lines}, pairs * 2, num_rows, x, y);
 }
 
 void dot_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,
                float* y) {
-  switch (num_rows) {
-    case 1: return dot_mxfp4_rows<1>(codes, scales, groups, x, y);
-    case 2: return dot_mxfp4_rows<2>(codes, scales, groups, x, y);
-    case 3: return dot_mxfp4_rows<3>(codes, scales, groups, x, y);
-    case 4: return dot_mxfp4_rows<4>(codes, scales, groups, x, y);
-    case 5: return dot_mxfp4_rows<5>(codes, scales, groups, x, y);
-    case 6: return dot_mxfp4_rows<6>(codes, scales, groups, x, y);
-    case 7: return dot_mxfp4_rows<7>(codes, scales, groups, x, y);
-    case 8: return dot_mxfp4_rows<8>(codes, scales, groups, x, y);
-  }
+  dot_blocks(Mxfp4Codes{codes, scales}, groups * 32, num_rows, x, y);
 }
 
 void decode_group(const std::uint8_t* codes, bf16* lines) {

@@ -1,6 +1,8 @@
 // Packed bf16 with AVX-512 VBMI, decoded in registers. Only for tile_dot.cpp, after tile_dot_avx512.h.
 #pragma once
 
+#include <algorithm>
+
 #include "packed12.h"
 
 namespace kdecode::KD_NS {
@@ -31,58 +33,48 @@ void decode_block(const std::uint8_t* block, const std::uint8_t* table, bf16* li
   for (int i = 0; i < kPacked12Lines; ++i) _mm512_storeu_si512(lines + i * 32, decoded.line[i]);
 }
 
-// The sums of dot_bf16_rows, in its order: even and odd lines apart.
-template <int kRows>
-struct LineSums {
-  LineSums() {
-    for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
-  }
-  void add(const __m512i* lines, const bf16* const* x, std::int64_t column) {
-    for (int i = 0; i < kPacked12Lines; i += 2) {
-      for (int r = 0; r < kRows; ++r) {
-        even[r] = dot_pair(even[r], lines[i], x[r] + column + i * 2);
-        odd[r] = dot_pair(odd[r], lines[i + 1], x[r] + column + i * 2 + 2);
+// The sums of Bf16Codes, in its order.
+struct Packed12Codes {
+  static constexpr int kChains = 2;
+
+  template <int kRows>
+  void add(std::int64_t column, std::int64_t columns, const bf16* const* x, float* memory) const {
+    const __m512i table = packed12_table(tile.table);
+    LineSums<kRows> sums(memory);
+    const std::uint32_t* next = tile.next;
+    const std::int64_t end = (column + columns) / kPacked12Columns;
+    for (std::int64_t block = column / kPacked12Columns; block < end;) {
+      const std::int64_t corrected = next < tile.end ? corrected_block(*next) : end;
+      for (; block < std::min(corrected, end); ++block) {
+        const std::uint8_t* const at = tile.blocks + block * kPacked12BlockBytes;
+        for (int line = 0; line < 3; ++line) prefetch_ahead<kRows, kPrefetchRows>(at + line * 64);
+        const DecodedBlock decoded(at, table);
+        for (int i = 0; i < kPacked12Lines; i += 2) {
+          sums.add_two(decoded.line[i], decoded.line[i + 1], x, block * kPacked12Columns + i * 2);
+        }
       }
+      if (block == end) break;
+      alignas(64) bf16 lines[kPacked12Lines * 32];
+      decode_block(tile.blocks + block * kPacked12BlockBytes, tile.table, lines);
+      for (; next < tile.end && corrected_block(*next) == block; ++next) correct(*next, lines);
+      for (int i = 0; i < kPacked12Lines; i += 2) {
+        sums.add_two(_mm512_load_si512(lines + i * 32), _mm512_load_si512(lines + i * 32 + 32), x,
+                     block * kPacked12Columns + i * 2);
+      }
+      ++block;
     }
+    sums.store(memory);
   }
-  __m512 even[kRows], odd[kRows];
+  // The corrections of all blocks before `column` have been used.
+  void finish(std::int64_t column) {
+    while (tile.next < tile.end && corrected_block(*tile.next) < column / kPacked12Columns) ++tile.next;
+  }
+
+  Packed12Tile tile;
 };
 
-template <int kRows>
-void dot_packed12_rows(Packed12Tile tile, const bf16* const* x, float* y) {
-  const __m512i table = packed12_table(tile.table);
-  LineSums<kRows> sums;
-  for (std::int64_t block = 0; block < tile.num_blocks;) {
-    const std::int64_t stop = tile.next < tile.end ? corrected_block(*tile.next) : tile.num_blocks;
-    for (; block < stop; ++block) {
-      const std::uint8_t* const at = tile.blocks + block * kPacked12BlockBytes;
-      for (int line = 0; line < 3; ++line) prefetch_ahead<kRows, kPrefetchRows>(at + line * 64);
-      const DecodedBlock decoded(at, table);
-      sums.add(decoded.line, x, block * kPacked12Columns);
-    }
-    if (block == tile.num_blocks) break;
-    alignas(64) bf16 lines[kPacked12Lines * 32];
-    decode_block(tile.blocks + block * kPacked12BlockBytes, tile.table, lines);
-    for (; tile.next < tile.end && corrected_block(*tile.next) == block; ++tile.next) correct(*tile.next, lines);
-    __m512i corrected[kPacked12Lines];
-    for (int i = 0; i < kPacked12Lines; ++i) corrected[i] = _mm512_load_si512(lines + i * 32);
-    sums.add(corrected, x, block * kPacked12Columns);
-    ++block;
-  }
-  for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(y + r * kTileRows, _mm512_add_ps(sums.even[r], sums.odd[r]));
-}
-
 void dot_packed12(const Packed12Tile& tile, int num_rows, const bf16* const* x, float* y) {
-  switch (num_rows) {
-    case 1: return dot_packed12_rows<1>(tile, x, y);
-    case 2: return dot_packed12_rows<2>(tile, x, y);
-    case 3: return dot_packed12_rows<3>(tile, x, y);
-    case 4: return dot_packed12_rows<4>(tile, x, y);
-    case 5: return dot_packed12_rows<5>(tile, x, y);
-    case 6: return dot_packed12_rows<6>(tile, x, y);
-    case 7: return dot_packed12_rows<7>(tile, x, y);
-    case 8: return dot_packed12_rows<8>(tile, x, y);
-  }
+  dot_blocks(Packed12Codes{tile}, tile.num_blocks * kPacked12Columns, num_rows, x, y);
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "../common/tile_dot.h"
 
@@ -16,7 +15,7 @@ namespace {
 // Smaller products than this take less time than waking the other threads (bytes of weights).
 constexpr std::int64_t kMinParallelBytes = 128 * 1024;
 // Weight bytes that a thread takes at a time: from what lets the hardware prefetcher run (it restarts at every claim) to what
-// stays in the second-level cache, together with 8 rows of x, while all rows pass over it.
+// stays in the second-level cache, together with some rows of x, while all rows pass over it.
 constexpr std::int64_t kMinClaimBytes = 64 * 1024;
 constexpr std::int64_t kMaxClaimBytes = 384 * 1024;
 constexpr std::int64_t kClaimsPerThread = 8;  // so that the threads finish together
@@ -39,25 +38,8 @@ void store(const LinearArgs& args, const Tiles& w, std::int64_t tile, std::int64
   for (int i = 0; i < width; ++i) out[i] = to_bf16(y[i]);
 }
 
-// Tiles [begin, end) of a packed matrix as a matrix of their own, decoded into `lines`.
-Tiles decoded_tiles(const Tiles& w, std::int64_t begin, std::int64_t end, std::vector<bf16>& lines) {
-  const std::int64_t tile_numbers = w.cols * kTileRows;
-  lines.resize((end - begin) * tile_numbers);
-  for (std::int64_t tile = begin; tile < end; ++tile) decode_lines(w, tile, lines.data() + (tile - begin) * tile_numbers);
-  Tiles decoded;
-  decoded.data = lines.data();
-  decoded.rows = (end - begin) * kTileRows;
-  decoded.cols = w.cols;
-  return decoded;
-}
-
-// Tiles [begin, end) of one group's matrix, times all rows of the group, 8 at a time.
+// Tiles [begin, end) of one group's matrix, times all rows of the group, kMaxRows at a time.
 void multiply_tiles(const LinearArgs& args, const LinearGroup& group, std::int64_t begin, std::int64_t end) {
-  // Packed tiles are decoded once for all passes, not once a pass.
-  const bool is_decoded = group.w.format == TileFormat::kPacked12 && group.count > kMaxRows;
-  std::vector<bf16> lines;
-  const Tiles w = is_decoded ? decoded_tiles(group.w, begin, end, lines) : group.w;
-  const std::int64_t first_tile = is_decoded ? begin : 0;
   const bf16* x[kMaxRows];
   float y[kMaxRows * kTileRows];
   for (std::int64_t row = group.first; row < group.first + group.count; row += kMaxRows) {
@@ -66,7 +48,7 @@ void multiply_tiles(const LinearArgs& args, const LinearGroup& group, std::int64
       x[r] = args.x + (args.row_index ? args.row_index[row + r] : row + r) * group.w.cols;
     }
     for (std::int64_t tile = begin; tile < end; ++tile) {
-      tile_dot(w, tile - first_tile, num_rows, x, y);
+      tile_dot(group.w, tile, num_rows, x, y);
       for (int r = 0; r < num_rows; ++r) store(args, group.w, tile, row + r, y + r * kTileRows);
     }
   }

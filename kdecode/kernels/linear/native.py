@@ -5,7 +5,7 @@
     unpack_tiles(matrix, out)                                        row-major bf16, for torch
 
 For matrices in "tiles" and "mxfp4_tiles". Columns of the result are in the order of the matrix's
-rows (interleaved gate and up, if that is how the matrix is packed). Any number of rows works, 8 a
+rows (interleaved gate and up, if that is how the matrix is packed). Any number of rows works, 64 a
 pass over a tile; each output element is one fp32 sum in a fixed order, rounded once to
 ``out_dtype``, whatever the number of rows and threads. Owns no threads: these run in torch's OpenMP
 threads, as many as ``torch.get_num_threads()``.

@@ -12,10 +12,13 @@ constexpr std::int64_t kColumns = 256;  // of one claim of the elementwise phase
 // The (row, slot) pairs of a step by expert, in the order of first use: an expert's weights are read once for all its rows.
 // A group has at most kMaxRows members whatever the ids are; an id outside [0, E) is in no group.
 struct Groups {
+  const std::int16_t* pairs(int group) const { return pair + first[group]; }
+
   int count = 0;
   std::int32_t expert[kMaxPairs];
-  std::int32_t size[kMaxPairs];
-  std::int16_t pair[kMaxPairs][kMaxRows];
+  std::int16_t size[kMaxPairs];
+  std::int16_t first[kMaxPairs];  // of the group's members in `pair`
+  std::int16_t pair[kMaxPairs];
 };
 
 bool is_expert(const MoeTailArgs& args, std::int32_t id) {
@@ -25,19 +28,30 @@ bool is_expert(const MoeTailArgs& args, std::int32_t id) {
 // Every thread builds the same list: cheaper than a barrier after one thread has.
 void build_groups(const MoeTailArgs& args, Groups& groups) {
   std::int16_t latest[kMaxExperts];  // group of an expert, plus one; 0: none yet
+  std::int16_t group_of[kMaxPairs];
   const int experts = static_cast<int>(args.expert_down.size());
   for (int e = 0; e < experts; ++e) latest[e] = 0;
   const int pairs = args.rows * args.top_k;
   for (int pair = 0; pair < pairs; ++pair) {
     const std::int32_t id = args.route_ids[pair];
+    group_of[pair] = -1;
     if (!is_expert(args, id)) continue;
     if (latest[id] == 0 || groups.size[latest[id] - 1] == kMaxRows) {
       groups.expert[groups.count] = id;
       groups.size[groups.count] = 0;
       latest[id] = static_cast<std::int16_t>(++groups.count);
     }
-    const int group = latest[id] - 1;
-    groups.pair[group][groups.size[group]++] = static_cast<std::int16_t>(pair);
+    group_of[pair] = static_cast<std::int16_t>(latest[id] - 1);
+    ++groups.size[group_of[pair]];
+  }
+  std::int16_t next[kMaxPairs];
+  int first = 0;
+  for (int group = 0; group < groups.count; ++group) {
+    next[group] = groups.first[group] = static_cast<std::int16_t>(first);
+    first += groups.size[group];
+  }
+  for (int pair = 0; pair < pairs; ++pair) {
+    if (group_of[pair] >= 0) groups.pair[next[group_of[pair]]++] = static_cast<std::int16_t>(pair);
   }
 }
 
@@ -64,7 +78,7 @@ void experts_gate_up(const MoeTailArgs& args, const Groups& groups, Worker& work
       const bf16* in[kMaxRows];
       bf16* out[kMaxRows];
       for (int i = 0; i < size; ++i) {
-        const std::int64_t pair = groups.pair[group][i];
+        const std::int64_t pair = groups.pairs(group)[i];
         in[i] = args.expert_in + pair / args.top_k * w.cols;
         out[i] = args.expert_product + pair * inner;
       }
@@ -82,13 +96,13 @@ void experts_down(const MoeTailArgs& args, const Groups& groups, Worker& worker)
       const Tiles& w = weights[groups.expert[group]];
       const int size = groups.size[group];
       const bf16* in[kMaxRows];
-      for (int i = 0; i < size; ++i) in[i] = args.expert_product + groups.pair[group][i] * w.cols;
+      for (int i = 0; i < size; ++i) in[i] = args.expert_product + groups.pairs(group)[i] * w.cols;
       for (std::int64_t tile = begin; tile < end; ++tile) {
         float sums[kMaxRows * kTileRows];
         tile_dot(w, tile, size, in, sums);
         const int columns = tile_width(w, tile);
         for (int i = 0; i < size; ++i) {
-          bf16* out = args.expert_out + groups.pair[group][i] * w.rows + tile * kTileRows;
+          bf16* out = args.expert_out + groups.pairs(group)[i] * w.rows + tile * kTileRows;
           for (int c = 0; c < columns; ++c) out[c] = round_bf16(sums[i * kTileRows + c]);
         }
       }

@@ -32,7 +32,7 @@ def run_layer(config, layer, inputs, setting):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 33, 64])
 @pytest.mark.parametrize(("form", "layer"), [("k3", 0), ("k3", 1), ("k3", 4), ("linear", 3)])
 def test_values(isa, rows, form, layer, pool):
     config = cases.model(form)

@@ -66,7 +66,7 @@ def test_sums_are_those_of_plain_tiles(isa, rows, cols):
         assert torch.equal(*sums)
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 9, 40])
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 40, 65])
 def test_products_of_the_standard_forward_are_those_of_plain_tiles(isa, num_rows):
     plain = pack_tiles(weights(200, 256))
     packed = pack12(plain, isa)

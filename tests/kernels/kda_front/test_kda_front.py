@@ -175,10 +175,10 @@ def test_refusals(pool):
     config = cases.model("k3", "small")
     setting = cases.Setting(ISAS[0], pool)
     bad = replace(config, kda=replace(config.kda, head_dim=24, conv_width=3))
-    reasons = cpu.refuse(replace(setting.problem(bad, LAYER, 9), device="cuda"))
+    reasons = cpu.refuse(replace(setting.problem(bad, LAYER, 65), device="cuda"))
     text = "\n".join(reasons)
     assert len(reasons) == 4
-    for part in ("device is cuda", "this plan has 9", "model's has 3", "model's have 24"):
+    for part in ("device is cuda", "this plan has 65", "model's has 3", "model's have 24"):
         assert part in text
 
 

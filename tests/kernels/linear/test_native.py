@@ -27,7 +27,7 @@ def check(got, x, dense):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("matrix_format", FORMATS)
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_rows", [0, 1, 8, 9, 19])
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 9, 65])
 def test_one_matrix(isa, matrix_format, out_dtype, num_rows, random_matrix):
     made = random_matrix(matrix_format, 37, 96)
     x = random_rows(num_rows, 96)
