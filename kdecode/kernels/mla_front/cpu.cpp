@@ -3,19 +3,14 @@
 #include <cstring>
 
 #include "../common/tile_ops.h"
-#include "../common/vec.h"
+#include "attention.h"
 
 namespace kdecode::KD_NS {
 namespace {
 
-constexpr int kHeadBlock = 16;   // heads that share one pass over the cache
-constexpr int kTokenBlock = 64;  // tokens of one round of the online softmax; their rows stay in the second-level cache
-constexpr int kScoreHeads = 4;
-constexpr int kScoreTokens = kLanes == 16 ? 4 : 2;
-constexpr int kPrefetchTokens = 8;  // how far ahead of the scores rows are asked for; the hardware follows four rows at once badly
-constexpr int kSumHeads = kLanes == 16 ? 8 : 4;
-
-static_assert(kTokenBlock % kScoreTokens == 0 && kHeadBlock % kScoreHeads == 0, "padding must stay inside the block");
+constexpr int kUnitBlocks = 4;         // blocks of lanes that share one pass over the cache, at most
+constexpr int kMinUnitLanes = 8;       // fewer do not fill the registers
+constexpr int kUnitsPerThread = 4;     // so that the threads finish together
 
 struct Shape {
   explicit Shape(const MlaFrontArgs& args)
@@ -84,196 +79,11 @@ void query_head(const MlaFrontArgs& args, int head) {
   }
 }
 
-#if defined(__AVX512BF16__)
-constexpr int kScoreColumns = 32;
-using Columns = __m512i;
-inline Columns load_columns(const bf16* x) { return _mm512_loadu_si512(x); }
-// The first 16 columns; the others are zero.
-inline Columns load_half(const bf16* x) { return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
-inline vec add_products(vec acc, Columns x, Columns y) { return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)y); }
-#else
-constexpr int kScoreColumns = kLanes;
-using Columns = vec;
-inline Columns load_columns(const bf16* x) { return load(x); }
-inline Columns load_half(const bf16* x) { return load(x); }  // never needed: 16 is a multiple of kScoreColumns
-inline vec add_products(vec acc, Columns x, Columns y) { return mul_add(x, y, acc); }
-#endif
-
-template <Columns (*kLoad)(const bf16*)>
-inline void score_columns(const bf16* const* query, const bf16* const* token, int column, vec (&acc)[kScoreTokens][kScoreHeads]) {
-  Columns q[kScoreHeads];
-  for (int h = 0; h < kScoreHeads; ++h) q[h] = kLoad(query[h] + column);
-  for (int t = 0; t < kScoreTokens; ++t) {
-    const Columns x = kLoad(token[t] + column);
-    for (int h = 0; h < kScoreHeads; ++h) acc[t][h] = add_products(acc[t][h], x, q[h]);
-  }
-}
-
-// scores[t][h] = <query[h], token[t]> of kScoreHeads heads and kScoreTokens tokens; `width` is a multiple of 16.
-inline void score_tile(const bf16* const* query, const bf16* const* token, int width, float* scores) {
-  vec acc[kScoreTokens][kScoreHeads] = {};
-  int column = 0;
-  for (; column + kScoreColumns <= width; column += kScoreColumns) score_columns<load_columns>(query, token, column, acc);
-  if (column < width) score_columns<load_half>(query, token, column, acc);
-  for (int t = 0; t < kScoreTokens; ++t) sum_each(acc[t], scores + t * kHeadBlock);
-}
-
-// Asks for a cache row, into the second-level cache.
-inline void prefetch_row(const bf16* row, int width) {
-  constexpr int kLineNumbers = 64 / sizeof(bf16);
-  for (int column = 0; column < width; column += kLineNumbers) __builtin_prefetch(row + column, 0, 2);
-}
-
-// sums[h][column...] = kept[h] * sums[h] + sum_t weights[t][h] * token[t][column...] of H heads and N vectors of columns.
-template <int H, int N>
-inline void add_latents(const bf16* const* token, int count, int column, const float* weights, const float* kept, bool is_first,
-                        float* sums, std::int64_t stride) {
-  vec acc[H][N] = {};
-  if (!is_first) {
-    for (int h = 0; h < H; ++h) {
-      for (int n = 0; n < N; ++n) acc[h][n] = splat(kept[h]) * load(sums + h * stride + column + n * kLanes);
-    }
-  }
-  for (int t = 0; t < count; ++t) {
-    vec x[N];
-    for (int n = 0; n < N; ++n) x[n] = load(token[t] + column + n * kLanes);
-    for (int h = 0; h < H; ++h) {
-      const vec weight = splat(weights[t * kHeadBlock + h]);
-      for (int n = 0; n < N; ++n) acc[h][n] = mul_add(weight, x[n], acc[h][n]);
-    }
-  }
-  for (int h = 0; h < H; ++h) {
-    for (int n = 0; n < N; ++n) store(sums + h * stride + column + n * kLanes, acc[h][n]);
-  }
-}
-
-// One vector, or two, of columns for all heads of the block.
-template <int N>
-inline void add_columns(const bf16* const* token, int count, int column, int heads, const float* weights, const float* kept,
-                        bool is_first, float* sums, std::int64_t stride) {
-  int h = 0;
-  for (; h + kSumHeads <= heads; h += kSumHeads) {
-    add_latents<kSumHeads, N>(token, count, column, weights + h, kept + h, is_first, sums + h * stride, stride);
-  }
-  for (; h < heads; ++h) {
-    add_latents<1, N>(token, count, column, weights + h, kept + h, is_first, sums + h * stride, stride);
-  }
-}
-
-// The online softmax of a block of heads; lanes above the number of heads are computed and not used.
-struct Softmax {
-  float highest[kHeadBlock];
-  float total[kHeadBlock];
-  float kept[kHeadBlock];  // factor of everything summed before the latest round
-
-  Softmax() {
-    for (int h = 0; h < kHeadBlock; ++h) highest[h] = -__builtin_inff(), total[h] = 0.0f;
-  }
-
-  // Turns `count` scores a head into weights relative to the highest score so far.
-  void round(float* scores, int count, float scale) {
-    float top[kHeadBlock];
-    for (int h = 0; h < kHeadBlock; ++h) top[h] = highest[h];
-    for (int t = 0; t < count; ++t) {
-      float* const line = scores + t * kHeadBlock;
-      for (int h = 0; h < kHeadBlock; ++h) {
-        line[h] *= scale;
-        top[h] = line[h] > top[h] ? line[h] : top[h];
-      }
-    }
-    for (int h = 0; h < kHeadBlock; ++h) {
-      kept[h] = exp(highest[h] - top[h]);
-      highest[h] = top[h];
-      total[h] *= kept[h];
-    }
-    for (int t = 0; t < count; ++t) {
-      float* const line = scores + t * kHeadBlock;
-      for (int h = 0; h < kHeadBlock; ++h) {
-        line[h] = exp(line[h] - top[h]);
-        total[h] += line[h];
-      }
-    }
-  }
+// Rows [first, last) of one request: the last one's pages hold the context of all, in tokens up to `length`.
+struct Group {
+  int first, last;
+  std::int64_t length;
 };
-
-// out[i] = values[codes[i]], bf16. `values` is odd in the sign bit of the code; `count` is a multiple of 16.
-inline void dequantise(const fp8* codes, const bf16* values, int count, bf16* out) {
-#if defined(__AVX512BF16__)
-  __m512i table[4];
-  for (int i = 0; i < 4; ++i) table[i] = _mm512_loadu_si512(values + 32 * i);
-  for (int i = 0; i < count; i += 32) {
-    const __mmask32 mask = count - i >= 32 ? 0xffffffffu : 0xffffu;
-    const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, codes + i));
-    const __m512i low = _mm512_permutex2var_epi16(table[0], code, table[1]);
-    const __m512i high = _mm512_permutex2var_epi16(table[2], code, table[3]);
-    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
-    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
-    _mm512_mask_storeu_epi16(out + i, mask, _mm512_or_si512(magnitude, sign));
-  }
-#else
-  for (int i = 0; i < count; ++i) out[i] = values[codes[i]];
-#endif
-}
-
-// Addresses of `count` cache rows as bf16; those of an fp8 cache are dequantised into `wide`. The list is filled up to a multiple
-// of kScoreTokens with the last row, so that nothing beyond the context is touched.
-void gather_tokens(const MlaFrontArgs& args, int row, std::int64_t first, int count, int width, bf16* wide, const bf16** token) {
-  for (int t = 0; t < count; ++t) {
-    const std::int64_t at = cache_row(args, row, first + t) * width;
-    if (args.fp8_values == nullptr) {
-      token[t] = static_cast<const bf16*>(args.pages) + at;
-      continue;
-    }
-    dequantise(static_cast<const fp8*>(args.pages) + at, args.fp8_values, width, wide + t * width);
-    token[t] = wide + t * width;
-  }
-  for (int t = count; t % kScoreTokens != 0; ++t) token[t] = token[count - 1];
-}
-
-// One split of one row's context for the heads [first_head, first_head + heads).
-void attend_split(const MlaFrontArgs& args, int row, int split, int first_head, int heads) {
-  const Shape shape(args);
-  const int width = shape.cache_width, rank = args.kv_rank;
-  const std::int64_t length = std::int64_t{args.row_position[row]} + 1;
-  const std::int64_t start = std::int64_t{split} * args.split_tokens;
-  const std::int64_t end = start + args.split_tokens < length ? start + args.split_tokens : length;
-  const std::int64_t slot = (std::int64_t{row} * args.max_splits + split) * args.heads + first_head;
-  float* const sums = args.split_sums + slot * rank;
-  // The last head stands in for the missing ones of an incomplete block.
-  const bf16* query[kHeadBlock];
-  for (int h = 0; h < kHeadBlock; ++h) {
-    query[h] = args.mla_query + (std::int64_t{row} * args.heads + first_head + (h < heads ? h : heads - 1)) * width;
-  }
-  Softmax softmax;
-  alignas(64) float scores[kTokenBlock * kHeadBlock] = {};
-  alignas(64) bf16 wide[kTokenBlock * kMaxMlaWidth];
-  const bf16* token[kTokenBlock];
-  for (std::int64_t first = start; first < end; first += kTokenBlock) {
-    const int count = static_cast<int>(end - first < kTokenBlock ? end - first : kTokenBlock);
-    gather_tokens(args, row, first, count, width, wide, token);
-    for (int t = 0; t < count; t += kScoreTokens) {
-      for (int h = 0; h < heads; h += kScoreHeads) {
-        // One row at a time, so that the products hide the loads.
-        const int ahead = t + kPrefetchTokens + h / kScoreHeads;
-        if (ahead < count) prefetch_row(token[ahead], width);
-        score_tile(query + h, token + t, width, scores + t * kHeadBlock + h);
-      }
-    }
-    softmax.round(scores, count, args.softmax_scale);
-    const bool is_first = first == start;
-    int column = 0;
-    for (; column + 2 * kLanes <= rank; column += 2 * kLanes) {
-      add_columns<2>(token, count, column, heads, scores, softmax.kept, is_first, sums, rank);
-    }
-    for (; column < rank; column += kLanes) {
-      add_columns<1>(token, count, column, heads, scores, softmax.kept, is_first, sums, rank);
-    }
-  }
-  for (int h = 0; h < heads; ++h) {
-    args.split_stats[(slot + h) * 2] = softmax.highest[h];
-    args.split_stats[(slot + h) * 2 + 1] = softmax.total[h];
-  }
-}
 
 int num_splits(const MlaFrontArgs& args, int row) { return args.row_position[row] / args.split_tokens + 1; }
 
@@ -322,20 +132,169 @@ void value_head(const MlaFrontArgs& args, int head) {
   }
 }
 
-// Splits of the longest context of the step.
-int most_splits(const MlaFrontArgs& args) {
-  int most = 1;
-  for (int r = 0; r < args.mix.rows; ++r) most = num_splits(args, r) > most ? num_splits(args, r) : most;
-  return most;
+// Puts rows that follow each other together while each one's context begins with the one's before; returns the number of groups.
+int group_rows(const MlaFrontArgs& args, Group* groups) {
+  int count = 0;
+  for (int row = 0; row < args.mix.rows; ++row) {
+    const std::int32_t* const pages = args.row_pages + std::int64_t{row} * args.max_pages;
+    const std::int64_t length = std::int64_t{args.row_position[row]} + 1;
+    if (row > 0 && length >= groups[count - 1].length) {
+      const std::int64_t shared = (groups[count - 1].length - 1) / args.page_tokens + 1;
+      if (std::memcmp(pages - args.max_pages, pages, shared * sizeof(*pages)) == 0) {
+        groups[count - 1].last = row + 1;
+        groups[count - 1].length = length;
+        continue;
+      }
+    }
+    groups[count++] = {row, row + 1, length};
+  }
+  return count;
 }
 
-// Heads of one unit: all that may share a pass over the cache, but fewer if threads would be idle. A head's result does not
-// depend on it.
-int heads_per_unit(const MlaFrontArgs& args, int splits, int threads) {
-  int block = kHeadBlock;
-  const auto units = [&] { return std::int64_t{args.mix.rows} * splits * ((args.heads + block - 1) / block); };
-  while (threads > 1 && block > kScoreHeads && units() < 2 * threads) block /= 2;
-  return block;
+// How the attention of a step is cut: a unit is a split of a group's context for some of its lanes, and all splits of the same
+// lanes follow each other. A lane is a head of a row, rows outermost.
+struct Units {
+  Units(const MlaFrontArgs& args, int threads) : num_groups(group_rows(args, groups)) {
+    // Fewer lanes if threads would be idle; no result depends on it.
+    while (count(args) < kUnitsPerThread * threads && threads > 1 && lanes > kMinUnitLanes) lanes /= 2;
+  }
+
+  int splits(const MlaFrontArgs& args, const Group& group) const { return num_splits(args, group.last - 1); }
+  int pieces(const MlaFrontArgs& args, const Group& group) const {
+    return ((group.last - group.first) * args.heads + lanes - 1) / lanes;
+  }
+  std::int64_t count(const MlaFrontArgs& args) const {
+    std::int64_t total = 0;
+    for (int g = 0; g < num_groups; ++g) total += std::int64_t{splits(args, groups[g])} * pieces(args, groups[g]);
+    return total;
+  }
+
+  Group groups[kMaxRows];
+  int num_groups;
+  int lanes = kUnitBlocks * kLaneBlock;
+};
+
+// Some lanes of one group, and the buffers of whoever attends to them.
+class Attention {
+ public:
+  explicit Attention(const MlaFrontArgs& args) : args_(args), shape_(args) {}
+
+  void set(const Group& group, int first_lane, int lanes) {
+    if (first_lane_ == first_lane && group_.first == group.first && group_.last == group.last) return;
+    group_ = group, first_lane_ = first_lane, lanes_ = lanes;
+    for (int b = 0; b * kLaneBlock < lanes; ++b) {
+      const bf16* query[kLaneBlock];
+      for (int i = 0; i < block_lanes(b); ++i) query[i] = args_.mla_query + slot(b, i, 0, 1) * shape_.cache_width;
+      queries_[b].set(query, block_lanes(b), shape_.cache_width);
+    }
+  }
+
+  // Largest scores, sums of exponentials and weighted sums of one split. A row that ends before the split gets nothing useful.
+  void run(int split) {
+    const std::int64_t start = std::int64_t{split} * args_.split_tokens;
+    const std::int64_t end = start + args_.split_tokens < group_.length ? start + args_.split_tokens : group_.length;
+    Softmax softmax[kUnitBlocks];
+    for (std::int64_t first = start; first < end; first += kTokenBlock) {
+      const int count = static_cast<int>(end - first < kTokenBlock ? end - first : kTokenBlock);
+      gather(first, count);
+      look_ahead(first + kTokenBlock);
+      for (int b = 0; b * kLaneBlock < lanes_; ++b) round(split, b, first, count, first == start, softmax[b]);
+    }
+    for (int b = 0; b * kLaneBlock < lanes_; ++b) {
+      for (int i = 0; i < block_lanes(b); ++i) {
+        float* const stats = args_.split_stats + slot(b, i, split, args_.max_splits) * 2;
+        stats[0] = softmax[b].highest[i];
+        stats[1] = softmax[b].total[i];
+      }
+    }
+  }
+
+ private:
+  int block_lanes(int block) const {
+    const int left = lanes_ - block * kLaneBlock;
+    return left < kLaneBlock ? left : kLaneBlock;
+  }
+  int row_of(int block, int i) const { return group_.first + (first_lane_ + block * kLaneBlock + i) / args_.heads; }
+  // Of a buffer [rows, splits, heads].
+  std::int64_t slot(int block, int i, int split, int splits) const {
+    const int head = (first_lane_ + block * kLaneBlock + i) % args_.heads;
+    return (std::int64_t{row_of(block, i)} * splits + split) * args_.heads + head;
+  }
+
+  // Addresses of `count` cache rows as bf16; those of an fp8 cache are dequantised. The list is filled up with the last row, so
+  // that nothing beyond the context is touched.
+  void gather(std::int64_t first, int count) {
+    const int width = shape_.cache_width;
+    for (int t = 0; t < count; ++t) {
+      const std::int64_t at = cache_row(args_, group_.last - 1, first + t) * width;
+      if (args_.fp8_values == nullptr) {
+        token_[t] = static_cast<const bf16*>(args_.pages) + at;
+        continue;
+      }
+      dequantise(static_cast<const fp8*>(args_.pages) + at, args_.fp8_values, width, wide_ + t * width);
+      token_[t] = wide_ + t * width;
+    }
+    for (int t = count; t % kScoreTokens != 0; ++t) token_[t] = token_[count - 1];
+  }
+
+  // The rows from `first` on are the next to be read, in this split or the one after it.
+  void look_ahead(std::int64_t first) {
+    const std::int64_t left = group_.length - first;
+    ahead_.bytes = shape_.cache_width * (args_.fp8_values == nullptr ? sizeof(bf16) : sizeof(fp8));
+    ahead_.count = static_cast<int>(left < 0 ? 0 : left < kTokenBlock ? left : kTokenBlock);
+    ahead_.done = 0;
+    for (int t = 0; t < ahead_.count; ++t) {
+      ahead_.row[t] = static_cast<const char*>(args_.pages) + cache_row(args_, group_.last - 1, first + t) * ahead_.bytes;
+    }
+  }
+
+  // Scores of a block of lanes with `count` tokens from `first` on; tokens behind a lane's row get no weight.
+  void score(int block, std::int64_t first, int count) {
+    queries_[block].scores(token_, (count + kScoreTokens - 1) / kScoreTokens * kScoreTokens, scores_);
+    for (int i = 0; i < block_lanes(block); ++i) {
+      const std::int64_t seen = std::int64_t{args_.row_position[row_of(block, i)]} + 1 - first;
+      for (std::int64_t t = seen > 0 ? seen : 0; t < count; ++t) scores_[t * kLaneBlock + i] = -__builtin_inff();
+    }
+  }
+
+  void round(int split, int block, std::int64_t first, int count, bool is_first, Softmax& softmax) {
+    score(block, first, count);
+    softmax.round(scores_, count, args_.softmax_scale);
+    float* sums[kLaneBlock];
+    for (int i = 0; i < block_lanes(block); ++i) sums[i] = args_.split_sums + slot(block, i, split, args_.max_splits) * args_.kv_rank;
+    add_round({token_, count, scores_, softmax.kept, sums, is_first}, block_lanes(block), args_.kv_rank, ahead_);
+  }
+
+  const MlaFrontArgs& args_;
+  const Shape shape_;
+  Group group_{-1, -1, 0};
+  int first_lane_ = 0, lanes_ = 0;
+  const bf16* token_[kTokenBlock];
+  Ahead ahead_;
+  alignas(64) float scores_[kTokenBlock * kLaneBlock] = {};
+  alignas(64) bf16 wide_[kTokenBlock * kMaxMlaWidth];
+  QueryBlock queries_[kUnitBlocks];
+};
+
+// Attention of all lanes of the step, by splits; combine_splits adds them up.
+void attend(const MlaFrontArgs& args, Worker& worker) {
+  const Units units(args, worker.count());
+  const std::int64_t count = units.count(args), claim = count / (kUnitsPerThread * worker.count());
+  Attention attention(args);
+  worker.split(count, claim > 1 ? claim : 1, [&](std::int64_t first, std::int64_t last) {
+    std::int64_t begin = 0;
+    for (int g = 0; g < units.num_groups && begin < last; ++g) {
+      const Group& group = units.groups[g];
+      const int splits = units.splits(args, group), lanes = (group.last - group.first) * args.heads;
+      const std::int64_t end = begin + std::int64_t{splits} * units.pieces(args, group);
+      for (std::int64_t unit = first > begin ? first : begin; unit < last && unit < end; ++unit) {
+        const int lane = static_cast<int>((unit - begin) / splits) * units.lanes;
+        attention.set(group, lane, lanes - lane < units.lanes ? lanes - lane : units.lanes);
+        attention.run(static_cast<int>((unit - begin) % splits));
+      }
+      begin = end;
+    }
+  });
 }
 
 }  // namespace
@@ -361,19 +320,7 @@ void mla_front(const MlaFrontArgs& args, Worker& worker) {
   });
   worker.barrier();
 
-  // Blocks of heads innermost: they read the same rows at about the same time.
-  const int splits = most_splits(args);
-  const int block = heads_per_unit(args, splits, worker.count());
-  const int blocks = (args.heads + block - 1) / block;
-  worker.split(std::int64_t{rows} * splits * blocks, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t unit = first; unit < last; ++unit) {
-      const int head = static_cast<int>(unit % blocks) * block;
-      const int split = static_cast<int>(unit / blocks % splits);
-      const int row = static_cast<int>(unit / blocks / splits);
-      if (split >= num_splits(args, row)) continue;
-      attend_split(args, row, split, head, args.heads - head < block ? args.heads - head : block);
-    }
-  });
+  attend(args, worker);
   worker.barrier();
 
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {

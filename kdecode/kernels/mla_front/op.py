@@ -15,10 +15,12 @@ inserted before any is attended to: rows of one request may follow each other.
 
 The context is cut into splits of a length that is a constant of the plan, and a split into rounds
 of an online softmax; splits are added up in their order. So the result depends neither on the
-number of threads nor on the other rows.
+number of threads nor on the other rows. Rows of one request that follow each other read each split
+once for all of them.
 
 Phases: mix and norm (rows are split) | tiles of in_proj | query and latent norm, insert (rows) |
-q_b and W_UK (heads) | attention (row x split x block of heads) | sum of splits, W_UV, gate (heads).
+q_b and W_UK (heads) | attention (splits, for some heads of a request's rows) | sum of splits, W_UV,
+gate (heads).
 """
 
 from __future__ import annotations

@@ -166,6 +166,53 @@ def test_a_long_context(isa, cache_dtype, pool):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        # Around what is scored together, a round, a split (256 tokens), a page.
+        [1, 3, 10, 11, 12, 13, 59, 60],
+        [61, 127, 129, 254, 255, 256, 257, 258],
+        [700, 1022, 1023, 1024, 1025, 1999, 2046, 2047],
+        [8191],
+        [6200, 8063],
+    ],
+)
+def test_contexts_of_any_length(isa, cache_dtype, positions, pool):
+    config = cases.model("k3", "small")
+    setting = cases.Setting(isa, pool, cache_dtype, page_tokens=64, max_context_tokens=8192)
+    assert cpu.split_tokens(setting.max_context_tokens) == 256
+    inputs = cases.inputs_of(config, LAYER, len(positions))
+    run = Run(config, setting, inputs, positions)
+    run.run()
+    cases.compare(run.buffers, reference_values(run, inputs)[0], CONTRACT.tolerance)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("size", "first"), [("small", 0), ("uneven", 60), ("uneven", 124), ("wide", 57)]
+)
+def test_rows_of_one_request_share_its_cache(isa, cache_dtype, size, first, pool):
+    """Eight consecutive tokens in one pass, over the end of a round, a page and a split."""
+    config = cases.model("k3", size)
+    positions = list(range(first, first + 8))
+    inputs = cases.inputs_of(config, LAYER, 8)
+    setting = cases.Setting(isa, pool, cache_dtype, page_tokens=64, max_context_tokens=4096)
+    together = Run(config, setting, inputs, positions, [0] * 8)
+    pages = together.pages.clone()
+    together.run()
+    cases.compare(together.buffers, reference_values(together, inputs)[0], CONTRACT.tolerance)
+    for row in range(8):
+        one = slice(row, row + 1)
+        cache = (pages, together.tables)
+        alone = Run(config, setting, inputs[:, one], positions[one], cache=cache)
+        alone.run()
+        for name in CONTRACT.writes:
+            bit_equal(together.buffers[name][row], alone.buffers[name][0], f"row {row} {name}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_scores_of_any_size(isa, pool):
     """Scores of a few hundred: nothing overflows, and one token takes it all."""
     config = cases.model("linear", "small")
