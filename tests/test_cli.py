@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -35,6 +36,18 @@ def test_generate_streams_text_and_ends_with_metrics(
     assert reply["config"]["decode_backend"] == "auto"
     assert "5 output tokens, finish length" in err
     assert "0 % specialized" in err
+
+
+def test_generate_tells_what_loading_took(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    args = ("generate", mini_checkpoint, "--prompt", "a", "--max-tokens", 2, "--json")
+    _, out, err = _run(capsys, *args, *ENGINE)
+    load = json.loads(out)["load"]
+    assert set(load) == {"open_s", "pack_s", "prepare_s"}
+    assert all(seconds > 0 for seconds in load.values())
+    assert f"auto: opened the checkpoint in {load['open_s']:.2f} s, read and packed" in err
+    assert f"MiB in {load['pack_s']:.2f} s" in err
 
 
 def test_generate_specialized_reports_its_coverage(
@@ -271,12 +284,17 @@ def test_compare_reports_both_arms(
     capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "comparison.json"
-    code, out, _ = _run(
+    code, out, err = _run(
         capsys,
         *("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 5, "--blocks", 2),
         *("--output-tokens", 4, "--arm-b", "auto", "--json", path, *ENGINE),
     )
     document = json.loads(path.read_text(encoding="utf-8"))
+    # No terminal: a line a phase, and what loading took.
+    phases = ["warm-up auto (a)", "warm-up auto (b)", "block 1 of 2", "block 2 of 2", "agreement"]
+    assert [line for line in err.splitlines() if line in phases] == phases
+    assert err.count("auto: opened the checkpoint in ") == 2
+    assert "\r" not in err
     assert code == document["exit_code"] == 0
     assert document["arm_names"] == ["auto (a)", "auto (b)"]
     assert len(document["engines"]) == 2
@@ -450,3 +468,29 @@ def test_help_needs_no_torch() -> None:
         "import kdecode\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", script], check=True)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_on_a_terminal_and_a_line_a_phase_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kdecode.commands.common import ProgressBar
+
+    for stream, expected in (
+        (_Terminal(), r"(\r\x1b\[K[^\n]*)+"),
+        (io.StringIO(), r"packing: 1 of 4\nblock 1 of 2\nblock 2 of 2\n"),
+    ):
+        monkeypatch.setattr("sys.stderr", stream)
+        bar = ProgressBar()
+        for done in range(1, 5):
+            bar("packing", done, 4)
+        for block in (1, 2):
+            for prompt in (1, 2):
+                bar.message(f"block {block} of 2", f"prompt {prompt} of 2")
+        bar.clear()
+        assert re.fullmatch(expected, stream.getvalue())
+        assert stream.isatty() == ("block 2 of 2, prompt 2 of 2" in stream.getvalue())

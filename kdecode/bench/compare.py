@@ -28,6 +28,8 @@ SPECIALIZED_BACKEND = "latency_specialized"
 
 # The least share of decode steps that must have run specialized for a speed verdict.
 MIN_COVERAGE = 0.9
+# Told of a phase and of how far it is.
+Progress = Callable[[str, str], None]
 RATIO_METRICS = ("tpot", "ttft", "e2e")
 
 Verdict = Literal[
@@ -149,7 +151,7 @@ def compare(
     arm_b: Arm,
     prompts: Sequence[Sequence[int]],
     settings: CompareSettings,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Progress = lambda phase, detail: None,
 ) -> Comparison:
     """Measures both arms on the same prompts, checks that they agree, and judges."""
     if not prompts or not all(prompts):
@@ -219,14 +221,14 @@ def _warm_up(
     arm: Arm,
     prompts: Sequence[Sequence[int]],
     settings: CompareSettings,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Warmup:
     # The longest prompt backwards: the same shapes, but never the measured text.
     prompt = list(reversed(max(prompts, key=len)))
     least, most = settings.warmup_runs
     times: list[float] = []
     while len(times) < most:
-        progress(f"warm-up {arm.name}: run {len(times) + 1} of {least} to {most}")
+        progress(f"warm-up {arm.name}", f"run {len(times) + 1} of {least} to {most}")
         metrics = arm.run(prompt, settings.max_tokens).metrics()
         times.append(metrics.tpot_s if metrics.tpot_s is not None else metrics.e2e_s)
         if len(times) >= least and _is_stable(times[-3:], settings.warmup_tolerance):
@@ -242,13 +244,13 @@ def _measure(
     arms: tuple[Arm, Arm],
     prompts: Sequence[Sequence[int]],
     settings: CompareSettings,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Iterator[MeasuredRun]:
     shuffler = random.Random(settings.seed)
     for block in range(settings.blocks):
         for number, prompt in enumerate(prompts):
             progress(
-                f"block {block + 1} of {settings.blocks}, prompt {number + 1} of {len(prompts)}"
+                f"block {block + 1} of {settings.blocks}", f"prompt {number + 1} of {len(prompts)}"
             )
             order = [0, 1, 1, 0] if (block + number) % 2 == 0 else [1, 0, 0, 1]
             if settings.order == "random":
@@ -265,11 +267,11 @@ def _check_outputs(
     prompts: Sequence[Sequence[int]],
     runs: Sequence[MeasuredRun],
     near_tie: NearTie,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Agreement:
     judged = []
     for number, prompt in enumerate(prompts):
-        progress(f"agreement: prompt {number + 1} of {len(prompts)}")
+        progress("agreement", f"prompt {number + 1} of {len(prompts)}")
         texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
         for run in runs:
             if run.prompt == number:

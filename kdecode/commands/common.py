@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _BAR_CELLS = 30
 _REDRAW_S = 0.1
+_LINE_S = 10.0
 
 
 class InputError(ValueError):
@@ -25,34 +27,51 @@ class InputError(ValueError):
 
 
 class ProgressBar:
-    """One line on stderr that is drawn over; nothing where stderr is no terminal."""
+    """What is going on, on stderr: a line that is drawn over on a terminal, else lines to keep.
+
+    Where stderr is no terminal, a phase gets one line when it begins, and long ones more of them.
+    """
 
     def __init__(self) -> None:
-        self._is_shown = sys.stderr.isatty()
-        self._drawn_s = 0.0
+        self._is_terminal = sys.stderr.isatty()
+        self._written_s = 0.0
+        self._phase = ""
 
     def __call__(self, label: str, done: int, total: int) -> None:
-        now = time.monotonic()
         is_last = done >= total
-        if not self._is_shown or (now - self._drawn_s < _REDRAW_S and not is_last):
-            return
-        self._drawn_s = now
-        filled = _BAR_CELLS * done // max(total, 1)
-        bar = "#" * filled + "." * (_BAR_CELLS - filled)
-        self._write(f"{label} [{bar}] {done}/{total}")
-        if is_last:
-            self.clear()
+        if not self._is_terminal:
+            if self._is_due(label, _LINE_S):
+                self._print(f"{label}: {done} of {total}")
+        elif is_last or self._is_due(label, _REDRAW_S):
+            filled = _BAR_CELLS * done // max(total, 1)
+            bar = "#" * filled + "." * (_BAR_CELLS - filled)
+            self._draw(f"{label} [{bar}] {done}/{total}")
+            if is_last:
+                self.clear()
 
-    def message(self, text: str) -> None:
-        """A line of what is going on, drawn over by the next one."""
-        if self._is_shown:
-            self._write(text)
+    def message(self, phase: str, detail: str = "") -> None:
+        """A phase, and how far it is, which only a terminal shows."""
+        if self._is_terminal:
+            self._draw(f"{phase}, {detail}" if detail else phase)
+        elif self._is_due(phase, math.inf):
+            self._print(phase)
 
     def clear(self) -> None:
-        if self._is_shown:
-            self._write("")
+        if self._is_terminal:
+            self._draw("")
 
-    def _write(self, text: str) -> None:
+    def _is_due(self, phase: str, pause_s: float) -> bool:
+        """Whether to write: a new phase, or the last time is long enough ago."""
+        now = time.monotonic()
+        if phase == self._phase and now - self._written_s < pause_s:
+            return False
+        self._phase, self._written_s = phase, now
+        return True
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _draw(self, text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
@@ -147,10 +166,19 @@ def model_directory(args: argparse.Namespace) -> Path:
 
 
 def open_model(directory: Path, config: EngineConfig) -> LLM:
-    """Builds an engine, with a progress bar."""
+    """Builds an engine, with progress and what it took on stderr."""
     from kdecode.engine.engine import LLM
 
-    return LLM(directory, config, progress=ProgressBar())
+    llm = LLM(directory, config, progress=ProgressBar())
+    stats = llm.stats()
+    build = stats["build"]
+    print(
+        f"{config.decode_backend}: opened the checkpoint in {build['open_s']:.2f} s, read and "
+        f"packed {mebibytes(stats['packed_bytes'])} in {build['pack_s']:.2f} s, prepared plans in "
+        f"{build['prepare_s']:.2f} s",
+        file=sys.stderr,
+    )
+    return llm
 
 
 def context_tokens(*needed: int) -> int:

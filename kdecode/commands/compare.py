@@ -124,9 +124,7 @@ def _engine_facts(arm: EngineArm) -> dict[str, Any]:
     stats = arm.llm.stats()
     return {
         "name": arm.name,
-        "load_s": stats["build"]["open_s"],
-        "pack_s": stats["build"]["pack_s"],
-        "prepare_s": stats["build"]["prepare_s"],
+        **stats["build"],
         "packed_bytes": stats["packed_bytes"],
         "cache_bytes": stats["cache_bytes"],
     }
@@ -139,7 +137,7 @@ def _engine_table(engines: list[dict[str, Any]]) -> str:
         rows.append(
             (
                 engine["name"],
-                f"{engine['load_s']:.2f} s",
+                f"{engine['open_s']:.2f} s",
                 f"{engine['pack_s']:.2f} s",
                 f"{engine['prepare_s']:.2f} s",
                 mebibytes(engine["packed_bytes"]),

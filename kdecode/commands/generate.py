@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 HELP = "generate the reply to one prompt"
 DESCRIPTION = (
-    "The text streams to stdout and a line of metrics follows on stderr. With --chat the prompt is "
-    "a user's message, and the reasoning of the reply streams to stderr."
+    "The text streams to stdout; what loading took and a line of metrics go to stderr. With --chat "
+    "the prompt is a user's message, and the reasoning of the reply streams to stderr."
 )
 EXIT_BROKEN = 1
 
@@ -211,6 +211,7 @@ def _document(
         "finish_reason": output.finish_reason,
         "error": output.error,
         "metrics": metrics,
+        "load": llm.stats()["build"],
         "config": llm.resolved_config(),
     }
     if chat is not None:

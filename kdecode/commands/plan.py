@@ -68,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(plan.explain())
     if plan.backend != config.decode_backend:
-        print(
-            f"{config.decode_backend} has no plan for {counted(args.rows, 'row')}; this is what runs."
-        )
+        rows = counted(args.rows, "row")
+        print(f"{config.decode_backend} has no plan for {rows}; this is what runs.")
     print(f"all packed weights take {mebibytes(packed_bytes)}")
     print(
         f"a step of 1 row reads {mebibytes(document['weight_bytes'])} of weights; each row moves "
