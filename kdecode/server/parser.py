@@ -67,6 +67,7 @@ class K3Parser:
         has_tools: bool = False,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        max_calls: int | None = None,
     ) -> None:
         self.is_stopped = False
         self.in_answer = False
@@ -81,7 +82,7 @@ class K3Parser:
         self._tag: list[int] = []
         self._reasoning = IncrementalDetokenizer(tokenizer)
         self._answer = TextStream(IncrementalDetokenizer(tokenizer), stop)
-        self._calls = _ToolCalls(tokenizer) if has_tools else None
+        self._calls = _ToolCalls(tokenizer, max_calls) if has_tools else None
         self._is_over = False
 
     def push(self, event: Event) -> list[Delta]:
@@ -155,11 +156,12 @@ class _ToolCalls:
     """The calls of a reply as names and JSON texts of their arguments, piece by piece.
 
     Text arguments stream; others are kept until they are complete, and become text when they are
-    not JSON. A `json` element is passed on as it is.
+    not JSON. A `json` element is passed on as it is. Calls after max_calls are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_calls: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._max_calls = max_calls
         self._num_calls = 0
         self._is_open = False
         # The element being read inside the call, and whether the object has begun, or is raw.
@@ -173,6 +175,8 @@ class _ToolCalls:
         attributes = {key: _unescape(value) for key, value in _ATTRIBUTE.findall(tag)}
         if name == "call":
             deltas = self.end_call()
+            if self._num_calls == self._max_calls:
+                return deltas
             self._is_open, self._has_object, self._is_raw = True, False, False
             self._num_calls += 1
             return [*deltas, self._delta("tool_name", attributes.get("tool", ""))]

@@ -7,11 +7,13 @@ anything else is refused, because ignoring it would change what the client gets 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from kdecode.engine.request import MAX_LOGPROBS, SamplingParams
+from kdecode.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutput
+from kdecode.server.schema_language import LanguageFields, StrictModel
 
 # Fields without influence on a reply's content.
 IGNORED = frozenset(
@@ -35,16 +37,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True, False),
     "best_of": (1,),
     "continue_final_message": (False,),
-    "frequency_penalty": (0,),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -53,14 +49,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 MAX_CHOICES = 128
 MAX_STOPS = 64
+MAX_BIASES = 1024
 
 TokenIds = list[int]
-
-
-class StrictModel(BaseModel):
-    """A number is not a text, and nothing is guessed."""
-
-    model_config = ConfigDict(strict=True)
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
 
 class StreamOptions(StrictModel):
@@ -68,7 +60,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(StrictModel):
+class GenerationRequest(LanguageFields):
     """What completions and chats have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -86,6 +78,21 @@ class GenerationRequest(StrictModel):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BIASES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not re.fullmatch("[0-9]{1,9}", key, re.ASCII):
+                raise ValueError(f"{key[:20]!r} is not the id of a token.")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -99,6 +106,8 @@ class GenerationRequest(StrictModel):
                 raise ValueError(f"{name} is {value!r}; this server serves only {allowed}.")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is set, but stream is not true.")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is set and stream is true; streams have none.")
         return self
 
     @property
@@ -127,6 +136,8 @@ class GenerationRequest(StrictModel):
         stop: tuple[str, ...],
         logprobs: int | None,
         end_ids: tuple[int, ...] = (),
+        structured: StructuredOutput | None = None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Parameters of one choice; the choices of a seeded request have seeds that count up.
 
@@ -144,22 +155,38 @@ class GenerationRequest(StrictModel):
             ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            presence_penalty=float(self.presence_penalty or 0.0),
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            repetition_penalty=float(
+                1.0 if self.repetition_penalty is None else self.repetition_penalty
+            ),
+            logit_bias=tuple((int(key), float(v)) for key, v in (self.logit_bias or {}).items()),
+            allowed_token_ids=(
+                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+            ),
+            bad_words=tuple(self.bad_words or ()),
+            structured=structured,
         )
 
 
 class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | list[str] | list[TokenIds]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise ValueError(
-                "echo is true and logprobs is set; logprobs of the prompt are not served."
-            )
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0; without echo, it must be at least 1.")
         return self
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Those that were asked for, and those that echo shows."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
 
     def prompts(self) -> list[str] | list[TokenIds]:
         if isinstance(self.prompt, str):
@@ -178,6 +205,17 @@ class TemplateOptions(StrictModel):
     thinking_effort: str | None = None
 
 
+class NamedFunction(StrictModel):
+    name: str
+
+
+class NamedTool(StrictModel):
+    """tool_choice: this tool has to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -185,14 +223,17 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ValueError(f"tool_choice is {self.tool_choice!r}; it must be 'auto' or 'none'.")
+        if self.has_to_call and not self.tools:
+            raise ValueError("tool_choice asks for a call, but tools declares none.")
+        if self.has_to_call and self.language is not None:
+            raise ValueError("tool_choice asks for a call; the answer can have no language then.")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is set, but logprobs is not true.")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
@@ -228,6 +269,10 @@ class ChatRequest(GenerationRequest):
     def effort(self) -> str:
         effort = self.reasoning_effort or self._options.thinking_effort
         return "max" if effort in (None, "none") else str(effort)
+
+    @property
+    def has_to_call(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none")
 
     @property
     def declared_tools(self) -> list[dict[str, Any]] | None:

@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from kdecode.engine.async_engine import AsyncEngine, Job, RequestGroup
+from kdecode.engine.request import StructuredOutput
 from kdecode.model.chat import END_OF_MSG, IM_END, chat_format, encode_chat
 from kdecode.server.errors import ApiError, api_error_of
+from kdecode.server.languages import K3Grammar
 from kdecode.server.metrics import Metrics, RequestWatch
 from kdecode.server.parser import K3Parser, PlainParser, ReplyParser
 from kdecode.server.schema import (
@@ -24,6 +26,7 @@ from kdecode.server.schema import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    NamedTool,
     TokenIds,
     TokenizeRequest,
 )
@@ -86,18 +89,24 @@ class Service:
                 f"must be from 1 to {MAX_CHOICES}.",
                 "invalid_value",
             )
+        await self._prepare(body.language)
         jobs: list[Job] = []
         choices: list[Choice] = []
         for prompt in prompts:
-            echo = self._llm.tokenizer.decode(prompt, skip_special=True) if body.echo else ""
-            most = self._reply_tokens(len(prompt), body.max_tokens, default=16)
+            # A reply of no tokens is one of which nothing is shown.
+            most = self._reply_tokens(len(prompt), body.max_tokens or None, default=16)
+            most = most if body.max_tokens != 0 else 1
             for index in range(body.num_choices):
-                params = body.sampling(index, most, stop=body.stops, logprobs=body.logprobs)
-                jobs.append(Job(prompt, params))
-                parser = PlainParser()
-                choices.append(
-                    CompletionChoice(len(choices), self._llm.tokenizer, parser, echo=echo)
+                params = body.sampling(
+                    index,
+                    most,
+                    stop=body.stops,
+                    logprobs=body.logprobs,
+                    structured=body.language,
+                    prompt_logprobs=body.num_prompt_logprobs,
                 )
+                jobs.append(Job(prompt, params))
+                choices.append(CompletionChoice(len(choices), self._llm.tokenizer, prompt, body))
         head = self._head("cmpl", body, sum(map(len, prompts)))
         return Prepared(jobs, Reply("text_completion", head, choices))
 
@@ -111,6 +120,8 @@ class Service:
         )
         is_k3 = chat_format(tokenizer) == "kimi_k3"
         end = tokenizer.special_id(END_OF_MSG if is_k3 else IM_END)
+        structured = self._chat_language(body, is_k3)
+        await self._prepare(structured)
         most = self._reply_tokens(len(prompt), body.reply_tokens, default=self.max_context_tokens)
         head = self._head("chatcmpl", body, len(prompt))
         jobs: list[Job] = []
@@ -123,6 +134,8 @@ class Service:
                 stop=() if is_k3 else body.stops,
                 logprobs=body.num_logprobs,
                 end_ids=() if body.ignore_eos else (end,),
+                structured=structured,
+                prompt_logprobs=body.prompt_logprobs,
             )
             parser: ReplyParser = PlainParser()
             if is_k3:
@@ -132,9 +145,10 @@ class Service:
                     has_tools=bool(tools),
                     stop=body.stops,
                     min_tokens=params.min_tokens,
+                    max_calls=1 if body.parallel_tool_calls is False else None,
                 )
             jobs.append(Job(prompt, params))
-            choices.append(ChatChoice(index, tokenizer, parser, head.id.partition("-")[2]))
+            choices.append(ChatChoice(index, tokenizer, parser, prompt, head.id.partition("-")[2]))
         return Prepared(jobs, Reply("chat.completion", head, choices))
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -157,6 +171,24 @@ class Service:
         group = await self.engine.submit(prepared.jobs)
         watches = [self.metrics.follow(len(job.prompt_ids), start_ns) for job in prepared.jobs]
         return Run(group, prepared.reply, watches)
+
+    async def _prepare(self, structured: StructuredOutput | None) -> None:
+        """Compiles a language here, so that the engine's steps need not wait for it."""
+        if structured is not None:
+            await asyncio.to_thread(self._llm.languages.prepare, structured)
+
+    def _chat_language(self, body: ChatRequest, is_k3: bool) -> StructuredOutput | None:
+        """The language of a whole reply. Raises RequestError."""
+        if not is_k3 or not (body.has_to_call or body.language):
+            return body.language
+        grammar = K3Grammar(self._llm.tokenizer, thinking=body.thinking)
+        tools = body.declared_tools or []
+        if body.language is not None:
+            return grammar.answer(body.language, tools)
+        name = None
+        if isinstance(body.tool_choice, NamedTool):
+            name = body.tool_choice.function.name
+        return grammar.calls(tools, name=name, can_repeat=body.parallel_tool_calls is not False)
 
     def _encode(self, body: CompletionRequest) -> list[TokenIds]:
         encode = self._llm.tokenizer.encode_text

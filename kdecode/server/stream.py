@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdecode.engine.loop import Event
+from kdecode.engine.request import TokenLogprobs
 from kdecode.model.tokenizer import Tokenizer
 from kdecode.server.errors import dumps
-from kdecode.server.parser import Delta, ReplyParser
+from kdecode.server.parser import Delta, PlainParser, ReplyParser
+from kdecode.server.schema import CompletionRequest
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
+_LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def sse(document: Json) -> bytes:
@@ -38,8 +41,13 @@ class Head:
 class Choice(ABC):
     """One choice of a reply, fed with the events of its request."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, parser: ReplyParser) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, parser: ReplyParser, prompt: Sequence[int]
+    ) -> None:
         self.index = index
+        # vLLM's form of the prompt's logprobs, for a request that asks for it.
+        self.prompt_logprobs: list[Json | None] | None = None
+        self._prompt = prompt
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
@@ -52,12 +60,33 @@ class Choice(ABC):
     def feed(self, event: Event) -> Json | None:
         """The chunk's entry in `choices`; None while nothing new can be seen."""
         deltas = self._parser.push(event)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = self._vllm_logprobs(event.prompt_logprobs)
         self.num_tokens += event.token_id is not None
         if self._parser.is_stopped:
             self.finish_reason = "stop"
         elif event.finish_reason is not None:
             self.finish_reason = event.finish_reason
         return self._piece(deltas, event)
+
+    def _vllm_logprobs(self, told: Sequence[TokenLogprobs]) -> list[Json | None]:
+        """By token id: the likeliest ones and the prompt's own; nothing of its first token."""
+        entries: list[Json | None] = [None]
+        for token, entry in zip(self._prompt[1:], told, strict=True):
+            ranked = [(i, value, rank) for rank, (i, value) in enumerate(entry.top, start=1)]
+            if all(i != token for i, _, _ in ranked):
+                ranked.append((token, entry.logprob, entry.rank))
+            entries.append(
+                {
+                    str(i): {
+                        "logprob": value,
+                        "rank": rank,
+                        "decoded_token": self._tokenizer.decode([i]),
+                    }
+                    for i, value, rank in ranked
+                }
+            )
+        return entries
 
     @abstractmethod
     def _piece(self, deltas: Sequence[Delta], event: Event) -> Json | None: ...
@@ -67,22 +96,28 @@ class Choice(ABC):
 
 
 class CompletionChoice(Choice):
-    """Text alone. echo: the prompt's text, in front."""
+    """Text alone; with echo, the prompt in front; with max_tokens 0, nothing behind it."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, parser: ReplyParser, echo: str = ""
+        self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], body: CompletionRequest
     ) -> None:
-        super().__init__(index, tokenizer, parser)
+        super().__init__(index, tokenizer, PlainParser(), prompt)
         self._texts: list[str] = []
-        self._echo = echo
+        self._echo = tokenizer.decode(prompt, skip_special=True) if body.echo else ""
+        self._echoes_logprobs = body.logprobs is not None and bool(body.echo)
+        self._num_top = body.logprobs or 0
+        self._has_reply = body.max_tokens != 0
+        self._tells_prompt = body.prompt_logprobs
         self._logprobs: Json | None = None
         self._offset = 0
 
     def _piece(self, deltas: Sequence[Delta], event: Event) -> Json | None:
-        text = "".join(delta.text for delta in deltas)
+        text = "".join(delta.text for delta in deltas) if self._has_reply else ""
+        if not self._has_reply:
+            self.num_tokens, self.finish_reason = 0, "length"
         if self._echo:
             text, self._echo = self._echo + text, ""
-        logprobs = self._entry(event)
+        logprobs = self._entries(event)
         if not text and logprobs is None and self.finish_reason is None:
             return None
         self._texts.append(text)
@@ -93,23 +128,34 @@ class CompletionChoice(Choice):
             "finish_reason": self.finish_reason,
         }
 
-    def _entry(self, event: Event) -> Json | None:
-        told = event.logprobs
-        if told is None or event.token_id is None:
+    def _entries(self, event: Event) -> Json | None:
+        """Logprobs of what the event added: its token, and before the first one the prompt."""
+        entries: Json = {name: [] for name in _LOGPROB_FIELDS}
+        if self._echoes_logprobs and event.prompt_logprobs is not None:
+            self._add(entries, self._prompt[0], None)
+            for token, told in zip(self._prompt[1:], event.prompt_logprobs, strict=True):
+                self._add(entries, token, told)
+        if event.logprobs is not None and event.token_id is not None and self._has_reply:
+            self._add(entries, event.token_id, event.logprobs)
+        if not entries["tokens"]:
             return None
-        token = self._tokenizer.decode([event.token_id])
-        entry: Json = {
-            "tokens": [token],
-            "token_logprobs": [told.logprob],
-            "top_logprobs": [{self._tokenizer.decode([i]): value for i, value in told.top}],
-            "text_offset": [self._offset],
-        }
-        self._offset += len(token)
         if self._logprobs is None:
-            self._logprobs = {name: [] for name in entry}
-        for name, values in entry.items():
+            self._logprobs = {name: [] for name in entries}
+        for name, values in entries.items():
             self._logprobs[name] += values
-        return entry
+        return entries
+
+    def _add(self, entries: Json, token_id: int, told: TokenLogprobs | None) -> None:
+        """One token's; nothing is known of a prompt's first one."""
+        token = self._tokenizer.decode([token_id])
+        top = None
+        if told is not None:
+            top = {self._tokenizer.decode([i]): value for i, value in told.top[: self._num_top]}
+        entries["tokens"].append(token)
+        entries["token_logprobs"].append(None if told is None else told.logprob)
+        entries["top_logprobs"].append(top)
+        entries["text_offset"].append(self._offset)
+        self._offset += len(token)
 
     def whole(self) -> Json:
         return {
@@ -117,6 +163,7 @@ class CompletionChoice(Choice):
             "text": "".join(self._texts),
             "logprobs": self._logprobs,
             "finish_reason": self.finish_reason,
+            **({} if self._tells_prompt is None else {"prompt_logprobs": self.prompt_logprobs}),
         }
 
 
@@ -124,9 +171,14 @@ class ChatChoice(Choice):
     """A message: reasoning under both of its names, content, tool calls."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, parser: ReplyParser, call_prefix: str
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        parser: ReplyParser,
+        prompt: Sequence[int],
+        call_prefix: str,
     ) -> None:
-        super().__init__(index, tokenizer, parser)
+        super().__init__(index, tokenizer, parser, prompt)
         self._call_prefix = f"call_{call_prefix}_{index}_"
         self._has_begun = False
         self._reasoning: list[str] = []
@@ -254,7 +306,11 @@ class Reply:
 
     def whole(self) -> Json:
         choices = [choice.whole() for choice in self.choices]
-        return {**self._document(is_chunk=False), "choices": choices, "usage": self.usage()}
+        document = {**self._document(is_chunk=False), "choices": choices, "usage": self.usage()}
+        prompt = self.choices[0].prompt_logprobs
+        if self._kind == "chat.completion" and prompt is not None:
+            document["prompt_logprobs"] = prompt
+        return document
 
     def _document(self, *, is_chunk: bool) -> Json:
         is_chat_chunk = is_chunk and self._kind == "chat.completion"

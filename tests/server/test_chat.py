@@ -23,6 +23,12 @@ MESSAGE = {
         {"function": {"name": "look_up", "arguments": {}}},
     ],
 }
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 Script = Callable[[Sequence[int]], None]
 
 
@@ -185,8 +191,10 @@ def test_a_conversation_with_tools_is_accepted(served: Served, script: Script) -
     [
         ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice is 'required'"),
-        ({"response_format": {"type": "json_object"}}, "response_format is"),
+        ({"tool_choice": "required"}, "tools declares none"),
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": _named("other"), "tools": TOOLS}, "tool_choice names the tool 'other'"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"reasoning_effort": "medium"}, "'medium'"),
         ({"top_logprobs": 2}, "logprobs is not true"),
         ({"extra_body": {"chat_template_kwargs": {"tools": 1}}}, "chat_template_kwargs.tools"),

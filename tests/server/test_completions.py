@@ -11,7 +11,7 @@ import openai
 import pytest
 from served_model import CONTEXT, KEY, Served
 
-from kdecode.engine.request import SamplingParams
+from kdecode.engine.request import SamplingParams, StructuredOutput
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
@@ -122,6 +122,28 @@ def test_echo_is_the_prompt_in_front(served: Served) -> None:
     assert _complete(served, echo=True).choices[0].text == "the cat sat" + text
 
 
+def test_echo_with_logprobs_scores_a_prompt(served: Served) -> None:
+    """What evaluations of likelihood send; the values are those of the engine."""
+    ids = served.llm.tokenizer.encode_text("the cat sat 猫")
+    for max_tokens in (0, 2):
+        reply = _complete(served, ids, echo=True, logprobs=1, max_tokens=max_tokens)
+        told = reply.choices[0].logprobs
+        assert len(told.tokens) == len(told.text_offset) == len(ids) + max_tokens
+        assert reply.usage.completion_tokens == max_tokens
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+        assert all(len(top) == 1 for top in told.top_logprobs[1:])
+        assert reply.choices[0].finish_reason == "length"
+    assert reply.choices[0].text.startswith("the cat sat 猫")
+    exact = _complete(served, ids, max_tokens=1, extra_body={"prompt_logprobs": 1})
+    entries = exact.choices[0].prompt_logprobs
+    assert entries[0] is None
+    values = [entry[str(token)] for entry, token in zip(entries[1:], ids[1:], strict=True)]
+    assert [value["logprob"] for value in values] == told.token_logprobs[1 : len(ids)]
+    assert all(value["rank"] >= 1 and "decoded_token" in value for value in values)
+    chunks = list(_complete(served, ids, echo=True, logprobs=1, max_tokens=2, stream=True))
+    assert [v for c in chunks for v in c.choices[0].logprobs.token_logprobs] == told.token_logprobs
+
+
 def test_logprobs_of_a_completion(served: Served) -> None:
     reply = _complete(served, logprobs=2, max_tokens=4)
     told = reply.choices[0].logprobs
@@ -158,15 +180,27 @@ def test_a_prompt_that_is_too_long_says_so(served: Served) -> None:
         ({"prompt": [-1]}, "Token 0 of the prompt is -1"),
         ({"prompt": [10**9]}, "the vocabulary has"),
         ({"prompt": ["a"] * 100, "n": 2}, "make 200 choices"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"presence_penalty": 0.5}, "presence_penalty is 0.5"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"word": 1}}, "'word' is not the id of a token"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias has the token 99999"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"bad_words": [" "]}, "white space"),
+        ({"max_tokens": 0}, "without echo, it must be at least 1"),
+        ({"prompt_logprobs": 1, "stream": True}, "streams have none"),
+        ({"guided_regex": "["}, "The regex cannot be used"),
+        ({"guided_json": "{"}, "The json_schema cannot be used"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"xml": ""}}, "structured_outputs.xml"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "give one of them"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is needed"),
         ({"best_of": 3}, "best_of is 3"),
         ({"beam_me": True}, "'beam_me' is not a field"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "logprobs of the prompt"),
         ({"stop": ""}, "stop has an empty text"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9"),
         ({"stream_options": {"include_usage": True}}, "stream is not true"),
@@ -186,7 +220,8 @@ def test_what_cannot_be_served_is_refused(
 def test_fields_that_ask_for_nothing_are_accepted(served: Served) -> None:
     body = {"model": "alias", "prompt": "a", "max_tokens": 1, "user": "u", "best_of": 1}
     body |= {
-        "presence_penalty": 0.0,
+        "length_penalty": 1.0,
+        "response_format": {"type": "text"},
         "logit_bias": None,
         "stop": None,
         "beam_me": None,
@@ -284,10 +319,19 @@ def test_sampling_parameters_arrive(served: Served, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(served.llm, "add_request", spy)
     extra = {"top_k": 3, "min_p": 0.1, "min_tokens": 1, "stop_token_ids": [4, 4]}
+    extra |= {"repetition_penalty": 1.1, "allowed_token_ids": [97, 98], "bad_words": ["x y"]}
+    extra |= {"structured_outputs": {"regex": "[a-z]*"}, "prompt_logprobs": 0}
     settings = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": "z", "max_tokens": 2}
+    settings |= {"presence_penalty": 0.25, "frequency_penalty": -1, "logit_bias": {"7": -3}}
     _complete(served, extra_body=extra, **settings)
     _post(served, "/v1/completions", {"model": "mini", "prompt": "a"})
     assert seen == [
-        SamplingParams(2, 0.5, 3, 0.9, 0.1, 1, (4,), ("z",), True, 1),
+        SamplingParams(
+            *(2, 0.5, 3, 0.9, 0.1, 1, (4,), ("z",), True, 1, None, 0, 0.25, -1.0, 1.1),
+            logit_bias=((7, -3.0),),
+            allowed_token_ids=(97, 98),
+            bad_words=("x y",),
+            structured=StructuredOutput("regex", "[a-z]*"),
+        ),
         SamplingParams(16, temperature=1.0),
     ]
