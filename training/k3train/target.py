@@ -301,10 +301,12 @@ class _Pass:
         latent = F.linear(rows, w[f"{slot}.latent_down"])
         row_of = order // moe.top_k
         parts = latent[row_of].split(loads.tolist())
-        outputs = []
-        for expert, x in enumerate(parts):
-            w1, w3, w2 = (w[f"{slot}.{name}"][expert] for name in ("w1", "w3", "w2"))
-            outputs.append(F.linear(self.activate(F.linear(x, w1), F.linear(x, w3)), w2))
+        # `unbind`, because the gradient of an index would be as large as the whole stack.
+        stacks = (w[f"{slot}.{name}"].unbind(0) for name in ("w1", "w3", "w2"))
+        outputs = [
+            F.linear(self.activate(F.linear(x, w1), F.linear(x, w3)), w2)
+            for x, w1, w3, w2 in zip(parts, *stacks, strict=True)
+        ]
         weighted = torch.cat(outputs).float() * weights.flatten()[order].unsqueeze(-1)
         summed = torch.zeros_like(latent, dtype=torch.float32).index_add(0, row_of, weighted)
         normed = rms_norm(summed.to(self.dtype), w[f"{slot}.latent_norm"], self.config.rms_eps)
