@@ -226,6 +226,17 @@ def test_every_reason_of_a_refusal_is_named_by_every_command(
         assert [reason for reason in (*shared, *own) if text.count(reason) != 1] == []
 
 
+def test_plan_of_a_verify_step(capsys: pytest.CaptureFixture[str], mini_checkpoint: Path) -> None:
+    args = ("--decode-backend", "latency_specialized", "--drafts", 3, "--rows", 2, *ENGINE)
+    code, out, _ = _run(capsys, "plan", mini_checkpoint, *args)
+    assert code == 0
+    assert out.startswith("backend latency_specialized, 8 rows, 4 a request\n")
+    assert "kda_commit of 6 layers moves them past the rows that stay" in out
+    code, out, _ = _run(capsys, "plan", mini_checkpoint, *args, "--json")
+    document = json.loads(out)
+    assert (code, document["rows"], document["rows_per_request"]) == (0, 8, 4)
+
+
 def test_a_refusal_in_json_is_a_list(
     capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
 ) -> None:

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", type=positive, default=1, help="requests of the step")
     parser.add_argument(
+        "--drafts",
+        type=positive,
+        metavar="N",
+        help="drafts of each request: the plan of the step that verifies them",
+    )
+    parser.add_argument(
         "--context-tokens", type=positive, default=1024, help="tokens in each request's cache"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead")
@@ -54,21 +60,23 @@ def run(args: argparse.Namespace) -> int:
     if args.config is not None and args.model is not None:
         raise InputError("Give a MODEL or --config, not both: the model has a configuration.")
     try:
-        plan, packed_bytes = _described(args, config) if args.config else _built(args, config)
+        # An engine that does not speculate has no plan of verify steps; its configuration tells it.
+        is_described = args.config is not None or args.drafts is not None
+        plan, packed_bytes = _described(args, config) if is_described else _built(args, config)
     except BackendRefusedError as error:
         if args.json:
             write_json({"backend": config.decode_backend, "refusals": [*error.reasons]}, "-")
         else:
             print(error)
         return EXIT_REFUSED
-    document = _document(plan, args.rows, args.context_tokens, config.cache_dtype)
+    document = _document(plan, args, config.cache_dtype)
     document |= {"requested_backend": config.decode_backend, "packed_bytes": packed_bytes}
     if args.json:
         write_json(document, "-")
         return 0
     print(plan.explain())
     if plan.backend != config.decode_backend:
-        rows = counted(args.rows, "row")
+        rows = counted(document["rows"], "row")
         print(f"{config.decode_backend} has no plan for {rows}; this is what runs.")
     print(f"all packed weights take {mebibytes(packed_bytes)}")
     print(
@@ -90,17 +98,20 @@ def _described(args: argparse.Namespace, config: EngineConfig) -> tuple[DecodePl
     from kdecode.config import ModelConfig
     from kdecode.engine.describe import describe_plan
 
-    return describe_plan(ModelConfig.from_checkpoint(Path(args.config)), config, args.rows)
+    source = Path(args.config or model_directory(args))
+    each = 1 + (args.drafts or 0)
+    return describe_plan(ModelConfig.from_checkpoint(source), config, args.rows * each, each)
 
 
-def _document(plan: DecodePlan, rows: int, context: int, cache_dtype: str) -> dict[str, Any]:
+def _document(plan: DecodePlan, args: argparse.Namespace, cache_dtype: str) -> dict[str, Any]:
     from kdecode.cache.budget import item_bytes
     from kdecode.decode.traffic import stage_state_bytes
 
-    item = item_bytes(cache_dtype)
+    item, context, each = item_bytes(cache_dtype), args.context_tokens, 1 + (args.drafts or 0)
     return {
         "backend": plan.backend,
-        "rows": rows,
+        "rows": args.rows * each,
+        "rows_per_request": each,
         "steps": [_step(step) for step in plan.steps],
         "weight_bytes": sum(step.weight_bytes or 0 for step in plan.steps),
         "state_bytes_per_row": sum(

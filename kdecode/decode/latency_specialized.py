@@ -104,8 +104,11 @@ def layer_ops(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return attention, "attn_out", "moe_front", "moe_tail"
 
 
-def refuse(deployment: Deployment) -> list[str]:
-    """Every reason, each once, why this deployment cannot run the backend; [] if it can."""
+def refuse(deployment: Deployment, rows_per_request: int = 1) -> list[str]:
+    """Every reason, each once, why this deployment cannot run the backend; [] if it can.
+
+    rows_per_request: above 1 for its verify steps.
+    """
     config = deployment.config
     reasons = refuse_device(deployment.problem(None, ROW_BUCKETS[-1]))
     attention_widths = {config.kda.width, config.mla.num_heads * config.mla.v_dim}
@@ -115,14 +118,14 @@ def refuse(deployment: Deployment) -> list[str]:
             f"{config.mla.num_heads * config.mla.v_dim} channels."
         )
     for op, layer in _distinct_ops(config):
-        problem = deployment.problem(layer, ROW_BUCKETS[-1])
+        problem = deployment.problem(layer, ROW_BUCKETS[-1], rows_per_request)
         reasons += table.implementation(op, "cpu").refuse(problem)
     return list(dict.fromkeys(reasons))
 
 
-def check(deployment: Deployment) -> None:
+def check(deployment: Deployment, rows_per_request: int = 1) -> None:
     """Raises BackendRefusedError with every reason, if there is one."""
-    reasons = refuse(deployment)
+    reasons = refuse(deployment, rows_per_request)
     if reasons:
         raise BackendRefusedError(reasons)
 
@@ -168,7 +171,7 @@ def describe(
 
     Raises BackendRefusedError with every reason.
     """
-    check(deployment)
+    check(deployment, rows_per_request)
     if rows_per_request < 1 or rows % rows_per_request:
         raise ValueError(f"{rows} rows are not a number of requests of {rows_per_request} each.")
     config = deployment.config

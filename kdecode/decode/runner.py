@@ -49,7 +49,6 @@ def decline_reason(
         return "prefill"
     if not all(decoding):
         return "mixed prefill and decode"
-    rows_per_request = 1
     verifying = [request.is_verify for request in batch.requests]
     if any(verifying):
         if not all(verifying):
@@ -60,15 +59,18 @@ def decline_reason(
         (rows_per_request,) = counts
         if rows_per_request not in verify_rows:
             return "a number of drafts without a plan"
+        most = most_verify_rows(rows_per_request)
+        return _rows_reason(batch, batch.num_rows <= most, most)
     elif any(len(request.token_ids) != 1 for request in batch.requests):
         return "more than one token a request"
+    return _rows_reason(batch, batch.num_rows in buckets, buckets[-1])
+
+
+def _rows_reason(batch: StepBatch, has_plan: bool, most: int) -> str | None:
     for request in batch.requests:
         if not request.needs_logits or (request.is_verify and not request.all_logits):
             return "a decode row without logits"
-    # Plans of verify steps have as many requests as fit.
-    if batch.num_rows not in buckets:
-        return f"rows above {buckets[-1]}"
-    return None
+    return None if has_plan else f"rows above {most}"
 
 
 @dataclass
@@ -187,8 +189,13 @@ def plan_sizes(verify_rows: tuple[int, ...]) -> list[tuple[int, int]]:
     """(rows, rows of one request) of every prepared plan."""
     sizes = [(rows, 1) for rows in ROW_BUCKETS]
     for each in verify_rows:
-        sizes += [(rows, each) for rows in ROW_BUCKETS if rows % each == 0 and each > 1]
+        sizes += [(rows, each) for rows in range(each, most_verify_rows(each) + 1, each)]
     return sizes
+
+
+def most_verify_rows(rows_per_request: int) -> int:
+    """Rows of the largest prepared verify step: of one request at least, whatever the buckets."""
+    return max(ROW_BUCKETS[-1], rows_per_request)
 
 
 @contextmanager

@@ -12,9 +12,8 @@ from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.auto import build_auto_plan
-from kdecode.decode.latency_specialized import ROW_BUCKETS
 from kdecode.decode.plan import DecodePlan, cannot_run
-from kdecode.decode.runner import deployment_of, resolve
+from kdecode.decode.runner import deployment_of, plan_sizes, resolve
 from kdecode.engine.preflight import check_description
 from kdecode.engine.worker import trunk_format
 from kdecode.model.outline import outline_bytes, outline_model
@@ -24,10 +23,13 @@ _PACKING_NOTE = (
 )
 
 
-def describe_plan(config: ModelConfig, engine: EngineConfig, rows: int) -> tuple[DecodePlan, int]:
+def describe_plan(
+    config: ModelConfig, engine: EngineConfig, rows: int, rows_per_request: int = 1
+) -> tuple[DecodePlan, int]:
     """The plan that would serve a decode step of so many rows, and all packed weights in bytes.
 
-    Raises ConfigError and BackendRefusedError as an engine does.
+    rows_per_request: above 1 for a verify step of an engine that speculates with so many. Raises
+    ConfigError and BackendRefusedError as an engine does.
     """
     engine = resolve(engine)
     check_description(config, engine)
@@ -35,9 +37,12 @@ def describe_plan(config: ModelConfig, engine: EngineConfig, rows: int) -> tuple
     packed = outline_model(config, "rows" if trunk == "rows" else "tiles")
     size = outline_bytes(packed)
     notes = () if trunk in ("rows", "tiles") else (_PACKING_NOTE,)
-    if engine.decode_backend == "latency_specialized" and rows in ROW_BUCKETS:
-        plan = latency_specialized.describe(deployment_of(config, engine, runs=False), packed, rows)
-        return replace(plan, notes=notes), size
+    verify_rows = (rows_per_request,) if rows_per_request > 1 else ()
+    is_served = (rows, rows_per_request) in plan_sizes(verify_rows)
+    if engine.decode_backend == "latency_specialized" and is_served:
+        deployment = deployment_of(config, engine, runs=False)
+        plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)
+        return replace(plan, notes=(*plan.notes, *notes)), size
     # Scales matter to a run only; the released checkpoints have none.
     scales = dict.fromkeys(range(config.num_layers), 1.0)
     caches = Caches.allocate(

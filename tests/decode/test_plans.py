@@ -27,10 +27,12 @@ CONFIGS = {
     "kimi-k3": kimi_k3(),
     "kimi-linear-48b": kimi_linear(),
 }
-CASES: dict[str, tuple[DecodeBackend, int]] = {
-    "auto": ("auto", 1),
-    "latency_specialized.1": ("latency_specialized", 1),
-    "latency_specialized.8": ("latency_specialized", 8),
+# Backend, rows, and how many of them are one request's.
+CASES: dict[str, tuple[DecodeBackend, int, int]] = {
+    "auto": ("auto", 1, 1),
+    "latency_specialized.1": ("latency_specialized", 1, 1),
+    "latency_specialized.8": ("latency_specialized", 8, 1),
+    "latency_specialized.verify": ("latency_specialized", 8, 8),
 }
 UPDATE = "pytest tests/decode/test_plans.py --update-plans"
 
@@ -41,9 +43,9 @@ def _engine(backend: DecodeBackend, **changes: object) -> EngineConfig:
 
 
 def _described(model: str, case: str) -> str:
-    backend, rows = CASES[case]
+    backend, rows, each = CASES[case]
     config = ModelConfig.from_checkpoint(CONFIGS[model])
-    return describe_plan(config, _engine(backend), rows)[0].explain()
+    return describe_plan(config, _engine(backend), rows, each)[0].explain()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,13 +64,13 @@ def test_every_snapshot_belongs_to_a_case() -> None:
     assert {path.name for path in PLANS.iterdir()} == expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] == 1])
 @pytest.mark.parametrize("model", ["mini", "kimi-linear-mini"])
 def test_an_engine_runs_the_plan_that_was_described(
     request: pytest.FixtureRequest, model: str, case: str
 ) -> None:
     fixture = "mini_checkpoint" if model == "mini" else "mini_linear_checkpoint"
-    backend, rows = CASES[case]
+    backend, rows, _ = CASES[case]
     llm = LLM(request.getfixturevalue(fixture), _engine(backend))
     assert llm.decode_plan(rows).explain() == _described(model, case)
 
@@ -81,12 +83,22 @@ def test_rows_that_no_specialised_plan_serves_get_the_standard_forward() -> None
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_described_plan_says_that_it_cannot_run(case: str) -> None:
-    backend, rows = CASES[case]
+    backend, rows, each = CASES[case]
     config = ModelConfig.from_checkpoint(CONFIGS["mini"])
-    plan, _ = describe_plan(config, _engine(backend), rows)
+    plan, _ = describe_plan(config, _engine(backend), rows, each)
     for launch in (plan.run, lambda: plan.run_until(0)):
         with pytest.raises(PlanError, match="has no weights and cannot run"):
             launch()
+
+
+def test_nine_rows_of_one_request_have_a_plan_and_ten_are_refused() -> None:
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    plan, _ = describe_plan(config, _engine("latency_specialized"), 9, 9)
+    assert (plan.rows, plan.rows_per_request) == (9, 9)
+    with pytest.raises(
+        BackendRefusedError, match="records at most 9 rows of a request, its anchor"
+    ):
+        describe_plan(config, _engine("latency_specialized"), 10, 10)
 
 
 def test_a_description_says_what_it_cannot_know() -> None:

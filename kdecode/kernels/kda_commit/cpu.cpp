@@ -50,8 +50,8 @@ void move_state(const KdaCommitArgs& args, const Kept& kept, int head) {
   const std::int64_t width = std::int64_t{args.heads} * dim, channel = std::int64_t{head} * dim;
   float* const state = args.state + (kept.slot * args.heads + head) * dim * dim;
   // What multiplies one line of the state, row by row, side by side.
-  alignas(64) float decay[kMaxKdaHeadDim * kMaxRows], k[kMaxKdaHeadDim * kMaxRows];
-  const float* u[kMaxRows];
+  alignas(64) float decay[kMaxKdaHeadDim * kMaxVerifyRows], k[kMaxKdaHeadDim * kMaxVerifyRows];
+  const float* u[kMaxVerifyRows];
   for (int r = 0; r < kept.rows; ++r) {
     const std::int64_t row = (kept.first + r) * width + channel;
     u[r] = args.corrections + row;

@@ -34,6 +34,7 @@ void bind_kda_front(nb::module_& module) {
   cls.def_rw("gate_rank", &KdaFrontArgs::gate_rank);
   cls.def_rw("decay_rank", &KdaFrontArgs::decay_rank);
   module.attr("MAX_KDA_HEAD_DIM") = kMaxKdaHeadDim;
+  module.attr("MAX_VERIFY_ROWS") = kMaxVerifyRows;
 }
 
 }  // namespace kdecode

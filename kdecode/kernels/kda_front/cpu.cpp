@@ -274,10 +274,10 @@ void delta_rule_run(const KdaFrontArgs& args, int head, int first, int last) {
   const std::int64_t width = std::int64_t{args.heads} * dim, channel = std::int64_t{head} * dim;
   float* const state = args.state + (std::int64_t{args.row_slot[first]} * args.heads + head) * dim * dim;
   const bool is_recorded = args.keys != nullptr;
-  HeadRow rows[kMaxRows];
+  HeadRow rows[kMaxVerifyRows];
   for (int r = first; r < last; ++r) {
     const bf16* const qkv = args.kda_qkv + r * 3 * width + channel;
-    HeadRow& row = rows[r - first];
+    HeadRow& row = rows[is_recorded ? r - first : 0];
     row.beta = args.kda_beta[r * args.heads + head];
     row.v = qkv + 2 * width;
     row.out = args.kda_out + r * width + channel;

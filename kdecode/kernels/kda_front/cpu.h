@@ -42,7 +42,9 @@ struct KdaFrontArgs {
   std::int32_t decay_rank = 0;
 };
 
-inline constexpr int kMaxKdaHeadDim = 256;  // bound of scratch memory
+// Bounds of scratch memory.
+inline constexpr int kMaxKdaHeadDim = 256;
+inline constexpr int kMaxVerifyRows = 9;  // rows of one slot that are recorded: the anchor and eight drafts
 
 }  // namespace kdecode
 

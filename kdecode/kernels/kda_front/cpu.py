@@ -23,6 +23,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 CONV_WIDTH = 4
 MAX_HEAD_DIM: int = _native.MAX_KDA_HEAD_DIM
+MAX_VERIFY_ROWS: int = _native.MAX_VERIFY_ROWS
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -41,6 +42,11 @@ def refuse(problem: Problem) -> list[str]:
         reasons.append(
             f"Native KDA heads have a multiple of {TILE_ROWS} channels, at most {MAX_HEAD_DIM}; "
             f"the model's have {kda.head_dim}."
+        )
+    if problem.rows_per_request > MAX_VERIFY_ROWS:
+        reasons.append(
+            f"The native KDA step records at most {MAX_VERIFY_ROWS} rows of a request, its anchor "
+            f"and its drafts; this plan has {problem.rows_per_request}."
         )
     return reasons
 
