@@ -47,8 +47,9 @@ class LoadMeter:
         except OSError:
             return None
         ticks = sum(int(line[column]) for column in _BUSY_COLUMNS)
-        own = os.times()
-        return Reading(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), own.user + own.system)
+        # With the child processes that have ended: a peer's program is not somebody else.
+        own = sum(os.times()[:4])
+        return Reading(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), own)
 
 
 def others_cores(begin: Reading, end: Reading) -> float:

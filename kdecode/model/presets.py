@@ -114,6 +114,52 @@ PRESETS: dict[str, Preset] = {
     "kimi-linear-medium": _linear(_MEDIUM, num_experts=32, expert_width=512),
 }
 
+# The sizes of the releases themselves: for shapes, no checkpoint of them is ever made up.
+RELEASES: dict[str, Preset] = {
+    "kimi-k3": Preset(
+        family="kimi_k3",
+        hidden=7168,
+        vocab=163_840,
+        num_layers=93,
+        mla_layers=(*range(3, 92, 4), 92),
+        kda_heads=96,
+        kda_dim=128,
+        mla_heads=96,
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        dense_width=33_792,
+        num_experts=896,
+        top_k=16,
+        expert_width=3072,
+        num_shared=2,
+        latent=3584,
+        attn_res_block=12,
+    ),
+    "kimi-linear-48b": Preset(
+        family="kimi_linear",
+        hidden=2304,
+        vocab=163_840,
+        num_layers=27,
+        mla_layers=(3, 7, 11, 15, 19, 23, 26),
+        kda_heads=32,
+        kda_dim=128,
+        mla_heads=32,
+        q_rank=None,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        dense_width=9216,
+        num_experts=256,
+        top_k=8,
+        expert_width=1024,
+        num_shared=1,
+    ),
+}
+
 
 def released_config(preset: Preset) -> dict[str, Any]:
     """The ``config.json`` of a preset, in the form of its family's release."""

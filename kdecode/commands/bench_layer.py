@@ -1,0 +1,232 @@
+"""`kdecode bench layer`: every step of a plan, of a checkpoint or of a release's shape.
+
+Owns the arguments, what is timed, and how a plan's costs are printed. A shape is one rank's share
+of a release's first layers with random weights; it is timed on both backends, without what the
+ranks would exchange, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, get_args
+
+from kdecode.commands.common import (
+    InputError,
+    ProgressBar,
+    add_engine_arguments,
+    add_model_argument,
+    engine_config,
+    mebibytes,
+    model_directory,
+    open_model,
+    positive,
+    table,
+)
+from kdecode.config import DecodeBackend, EngineConfig
+
+if TYPE_CHECKING:
+    from kdecode.bench.kernel import ReadProbe
+    from kdecode.decode.inspect import PlanCost, StepCost
+    from kdecode.engine.engine import LLM
+
+HELP = "every step of the plan: time, bytes, share of the floor"
+SHAPES = ("kimi-k3", "kimi-linear-48b")
+DEFAULT_LAYERS = 4
+# What a shape leaves out, in every text and document that has its figures.
+SHAPE_NOTE = (
+    "one rank's arithmetic with random weights; the exchanges between ranks are not in it: "
+    "after the output projection, after the experts' and the dense MLP's sum, and of the logits. "
+    "The router and both latent projections are whole on every rank"
+)
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    add_model_argument(part)
+    part.add_argument("--rows", type=positive, default=1, help="requests of the step")
+    part.add_argument(
+        "--context-tokens", type=positive, default=128, help="tokens in each request's cache"
+    )
+    part.add_argument("--runs", type=positive, default=15)
+    part.add_argument("--json", action="store_true", help="one JSON document instead")
+    shape = part.add_argument_group("shape of a release, instead of a MODEL; on both backends")
+    shape.add_argument("--shape", choices=SHAPES)
+    shape.add_argument("--tensor-parallel-size", type=positive, help="ranks; default: 1")
+    shape.add_argument("--rank", type=int, help="whose random weights; default: 0")
+    shape.add_argument("--layers", type=positive, help=f"the first N; default: {DEFAULT_LAYERS}")
+    add_engine_arguments(part)
+    part.set_defaults(decode_backend=None)
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The document and the text."""
+    if args.shape is not None:
+        return _shape(args)
+    for name in ("tensor_parallel_size", "rank", "layers"):
+        if getattr(args, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} needs a --shape.")
+    args.decode_backend = args.decode_backend or EngineConfig().decode_backend
+    llm, probe = open_engine(args, 0)
+    document, text = _timed(
+        probe, lambda: llm.inspect_decode(args.rows, args.context_tokens, args.runs)
+    )
+    document["config"] = llm.resolved_config()
+    return document, text
+
+
+def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, ReadProbe]:
+    from kdecode.bench.kernel import ReadProbe
+
+    config = engine_config(
+        args,
+        max_context_tokens=args.context_tokens + output_tokens,
+        max_requests=args.rows,
+    )
+    llm = open_model(model_directory(args), config)
+    return llm, ReadProbe(config.resolved_threads())
+
+
+def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from kdecode.bench.kernel import ReadProbe
+    from kdecode.engine.shape_probe import inspect_shape
+    from kdecode.model.rank_share import share_of_release
+
+    if args.model is not None:
+        raise InputError(f"A model, {args.model}, and a --shape were given; one of them is timed.")
+    layers = args.layers or DEFAULT_LAYERS
+    size, rank = args.tensor_parallel_size or 1, args.rank or 0
+    share = share_of_release(args.shape, layers, size, rank)
+    backends = (args.decode_backend,) if args.decode_backend else get_args(DecodeBackend)
+    head = f"{args.shape}, layers 0 to {layers - 1}, rank {rank} of {size}: {SHAPE_NOTE}."
+    documents, texts = [], [head]
+    for backend in backends:
+        config = engine_config(
+            args,
+            decode_backend=backend,
+            max_context_tokens=args.context_tokens,
+            max_requests=args.rows,
+        )
+        bar = ProgressBar()
+
+        def cost(config: EngineConfig = config, bar: ProgressBar = bar) -> PlanCost:
+            return inspect_shape(
+                share, config, args.rows, args.runs, rank, lambda d, n: bar("packing", d, n)
+            )
+
+        probe = ReadProbe(config.resolved_threads())
+        document, text = _timed(probe, cost)
+        documents.append(document)
+        texts.append(text)
+    shape = {"name": args.shape, "layers": layers, "tensor_parallel_size": size, "rank": rank}
+    return {"shape": {**shape, "note": SHAPE_NOTE}, "backends": documents}, "\n\n".join(texts)
+
+
+def _timed(probe: ReadProbe, inspect: Callable[[], PlanCost]) -> tuple[dict[str, Any], str]:
+    """A plan's costs against the memory's speed right before and after."""
+    from kdecode.bench.load import LoadMeter, is_spoilt
+
+    meter = LoadMeter()
+    before = probe.bytes_per_second()
+    meter.start()
+    cost = inspect()
+    others = meter.stop()
+    bandwidth = (before + probe.bytes_per_second()) / 2
+    rows = [("layer", "op", "us", "MiB", "GB/s", "of the floor", "experts", "covers")]
+    rows += [_step_row(step, bandwidth) for step in cost.steps]
+    groups = _layers(cost)
+    spoilt = "  SPOILT by other processes" if is_spoilt(others) else ""
+    text = "\n".join(
+        [
+            title(cost),
+            table(rows),
+            "",
+            table(_kind_rows(groups, bandwidth)),
+            bytes_line(cost),
+            f"whole step {cost.plan_microseconds:,.0f} us, "
+            f"{_share(cost.num_bytes, cost.plan_microseconds, bandwidth)} of the floor at "
+            f"{bandwidth / 1e9:.1f} GB/s; its steps one by one "
+            f"{sum(step.microseconds for step in cost.steps):,.0f} us{spoilt}",
+        ]
+    )
+    document = {
+        **dataclasses.asdict(cost),
+        "bytes_per_second": bandwidth,
+        "others_cores": others,
+        "is_spoilt": is_spoilt(others),
+        "layers": [
+            {
+                "layer": layer,
+                "launches": len(steps),
+                "microseconds": sum(step.microseconds for step in steps),
+                "bytes": sum(step.num_bytes for step in steps),
+            }
+            for layer, steps in groups.items()
+        ],
+    }
+    return document, text
+
+
+def title(cost: PlanCost) -> str:
+    return (
+        f"backend {cost.backend}, {cost.rows} rows, {cost.context_tokens:,} tokens of context, "
+        f"{len(cost.steps)} launches a step"
+    )
+
+
+def bytes_line(cost: PlanCost) -> str:
+    weights = sum(step.weight_bytes for step in cost.steps)
+    state = sum(step.state_bytes for step in cost.steps)
+    return f"a step moves {mebibytes(weights)} of weights, {mebibytes(state)} of state and cache"
+
+
+def _step_row(step: StepCost, bandwidth: float) -> tuple[str, ...]:
+    return (
+        "-" if step.layer is None else str(step.layer),
+        step.op,
+        f"{step.microseconds:.1f}",
+        f"{step.num_bytes / 2**20:.2f}",
+        f"{step.num_bytes / step.microseconds / 1e3:.1f}",
+        _share(step.num_bytes, step.microseconds, bandwidth),
+        "-" if step.distinct_experts is None else f"{step.distinct_experts:.1f}",
+        " ".join(step.covers),
+    )
+
+
+def _share(num_bytes: float, microseconds: float, bandwidth: float) -> str:
+    from kdecode.bench.roofline import share_of_floor
+
+    return f"{share_of_floor(num_bytes, microseconds / 1e6, bandwidth):.0%}"
+
+
+def _layers(cost: PlanCost) -> dict[int, list[StepCost]]:
+    groups: dict[int, list[StepCost]] = {}
+    for step in cost.steps:
+        if step.layer is not None:
+            groups.setdefault(step.layer, []).append(step)
+    return groups
+
+
+def _kind_rows(groups: dict[int, list[StepCost]], bandwidth: float) -> list[tuple[str, ...]]:
+    """Launches and microseconds a layer, the mean over the layers of each kind."""
+    kinds: dict[str, list[list[StepCost]]] = {}
+    for steps in groups.values():
+        covers = {stage for step in steps for stage in step.covers}
+        kind = "KDA" if "kda_step" in covers else "MLA"
+        kind += " + dense" if "dense_mlp" in covers else " + MoE"
+        kinds.setdefault(kind, []).append(steps)
+    rows = [("kind of layer", "layers", "launches a layer", "us a layer", "of the floor")]
+    for kind, members in kinds.items():
+        spent = sum(step.microseconds for steps in members for step in steps)
+        moved = sum(step.num_bytes for steps in members for step in steps)
+        launches = sum(len(steps) for steps in members) / len(members)
+        rows.append(
+            (
+                kind,
+                str(len(members)),
+                f"{launches:g}",
+                f"{spent / len(members):,.1f}",
+                _share(moved, spent, bandwidth),
+            )
+        )
+    return rows
