@@ -13,7 +13,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from kdecode.config_speculative import SpeculativeConfig
 
 LayerKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
@@ -165,7 +168,7 @@ class EngineConfig:
     bit by bit; "auto" where its kernels are faster then. cache_scale: scale of an fp8 latent cache
     (stored = x / scale) for checkpoints without one. max_step_tokens: tokens of one step, i.e. the
     largest chunk of a prompt. cache_budget_bytes: memory of pages and slots, None for what
-    max_requests requests of max_context_tokens need.
+    max_requests requests of max_context_tokens need. speculative: the draft model, if there is one.
     """
 
     decode_backend: DecodeBackend = "auto"
@@ -181,6 +184,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     cache_budget_bytes: int | None = None
     seed: int = 0
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         check_choice("decode_backend", self.decode_backend, get_args(DecodeBackend))

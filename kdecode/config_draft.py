@@ -127,7 +127,7 @@ class DraftConfig:
 
     @property
     def cache_width(self) -> int:
-        """Numbers of a layer's cache row: [latent, rotated key], or keys and values of all heads."""
+        """Numbers of a layer's cache row: latent and rotated key, or all keys and values."""
         attention = self.attention
         if isinstance(attention, MlaConfig):
             return attention.cache_width

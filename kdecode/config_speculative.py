@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from kdecode.config import ConfigError, check_choice, check_int, check_number
+from kdecode.config_draft import TapStream
 
 SpeculativeMethod = Literal["dspark"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
@@ -31,6 +32,7 @@ class SpeculativeConfig:
     rejection_sample_method: standard and block keep the target's distribution; synthetic accepts at
     stated rates whatever the drafts are, so that its text is no answer of the model.
     synthetic_acceptance_length: mean tokens of a step, the target's own one included.
+    tap_stream: what the draft reads of the target; None for what its layout was trained on.
     synthetic_acceptance_rates: for each draft, how often it and all before it are accepted.
     """
 
@@ -41,6 +43,7 @@ class SpeculativeConfig:
     rejection_sample_method: RejectionSampleMethod = "standard"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
+    tap_stream: TapStream | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -57,6 +60,8 @@ class SpeculativeConfig:
             self.rejection_sample_method,
             get_args(RejectionSampleMethod),
         )
+        if self.tap_stream is not None:
+            check_choice("tap_stream", self.tap_stream, get_args(TapStream))
         self._check_synthetic()
 
     def _check_synthetic(self) -> None:

@@ -34,7 +34,16 @@ RULES: dict[str, tuple[str, ...]] = {
     "speculative": ("config", "speculative", "decode", "prefill", "cache", "model"),
     "bench": ("bench", "config", "engine", "model.tokenizer"),
     "server": ("config", "engine", "model.chat", "model.tokenizer", "server"),
-    "engine": ("config", "engine", "decode", "prefill", "cache", "model", "testing"),
+    "engine": (
+        "config",
+        "engine",
+        "speculative",
+        "decode",
+        "prefill",
+        "cache",
+        "model",
+        "testing",
+    ),
 }
 # Modules that may import more than their package.
 EXCEPTIONS: dict[str, tuple[str, ...]] = {"bench.kernel": ("kernels.common",)}

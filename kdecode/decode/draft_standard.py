@@ -61,7 +61,10 @@ Choose = Callable[[int, Tensor], Sequence[int]]
 
 
 class StandardDraft:
-    """target: whose embedding and head the draft uses where it has none of its own."""
+    """target: whose embedding and head the draft uses where it has none of its own.
+
+    A call leaves torch with the engine's thread count, as a step of the target does.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class StandardDraft:
         self._packed = packed
         self._caches = caches
         self._device = engine.device
+        self._num_threads = engine.resolved_threads()
         self._embed = target.embed if packed.embed is None else packed.embed
         head = target.head if packed.head is None else packed.head
         self._head = make_linear(head, Scratch(engine.device, engine.isa))
@@ -82,6 +86,7 @@ class StandardDraft:
 
     def append(self, parts: Sequence[ContextRows]) -> None:
         """Caches the rows of committed tokens, in every layer."""
+        torch.set_num_threads(self._num_threads)
         with torch.no_grad():
             context = self._context(torch.cat([part.taps for part in parts]))
             spans = [(part.start, part.taps.shape[0]) for part in parts]
@@ -101,6 +106,7 @@ class StandardDraft:
         self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
     ) -> DraftBlock:
         """Drafts of each request for the tokens behind its anchor, strictly left to right."""
+        torch.set_num_threads(self._num_threads)
         with torch.no_grad():
             hidden = self._hidden(requests, num_drafts)  # [B, N, M]
             base = self._head(hidden.flatten(0, 1)).float().view(*hidden.shape[:2], -1)

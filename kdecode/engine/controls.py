@@ -7,6 +7,7 @@ of it in fp32, the dtype that logits come in.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +36,10 @@ class Matcher(Protocol):
         ...
 
     def take(self, token: int) -> None: ...
+
+    def fork(self) -> Matcher:
+        """A copy that goes its own way."""
+        ...
 
 
 class Controls:
@@ -75,6 +80,15 @@ class Controls:
             self._is_seen[token] = True
         if self._matcher is not None:
             self._matcher.take(token)
+
+    def fork(self) -> Controls:
+        """A copy that may take tokens on trial, as drafts are."""
+        other = copy.copy(self)
+        other._reply = list(self._reply)
+        other._counts = None if self._counts is None else self._counts.clone()
+        other._is_seen = None if self._is_seen is None else self._is_seen.clone()
+        other._matcher = None if self._matcher is None else self._matcher.fork()
+        return other
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Logits [vocab] as they are to be sampled from; a new tensor. Raises ControlError."""

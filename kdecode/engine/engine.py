@@ -113,9 +113,11 @@ class LLM:
             self.tokenizer, ModelConfig.from_checkpoint(self.model_directory).eos_id
         )
         self._worker = Worker(self.model_directory, self.engine_config, progress)
+        speculative = self.engine_config.speculative
         limits = SchedulerLimits(
             max_step_tokens=self.engine_config.max_step_tokens,
             max_context_tokens=self.engine_config.max_context_tokens,
+            num_drafts=0 if speculative is None else speculative.num_speculative_tokens,
         )
         self._loop = StepLoop(Scheduler(self._worker.caches, limits), self._worker)
         self._events: dict[int, deque[Event]] = {}
@@ -238,9 +240,19 @@ class LLM:
             "pages_used": caches.page_pool.num_used,
             "slots_used": caches.slot_pool.num_used,
             "packed_bytes": packed_bytes(self._worker.packed),
+            "draft_bytes": packed_bytes(self._worker.packed_draft),
             "cache_bytes": caches.num_bytes,
             "build": dataclasses.asdict(self._worker.build_times),
+            "speculation": self._speculation_stats(),
         }
+
+    def _speculation_stats(self) -> dict[str, Any] | None:
+        """Rounds of all requests so far, and the time of their steps; None without a draft."""
+        speculation = self._worker.speculation
+        if speculation is None:
+            return None
+        times = dataclasses.asdict(speculation.times)
+        return {**self._loop.rounds.figures(), **times}
 
     def resolved_config(self) -> dict[str, Any]:
         """Everything that was decided, read from the running engine.
@@ -270,6 +282,9 @@ class LLM:
             "max_context_tokens": engine.max_context_tokens,
             "max_step_tokens": engine.max_step_tokens,
             "seed": engine.seed,
+            "speculative": self._worker.resolved_speculation(),
+            # Of greedy text and of distributions; synthetic acceptance makes up both.
+            "outputs_valid": engine.speculative is None or not engine.speculative.is_synthetic,
             "versions": {
                 name: metadata.version(name) for name in ("kdecode", "torch", "numpy", "tiktoken")
             },
@@ -321,6 +336,12 @@ class LLM:
         self._check_ids(prompt, "prompt")
         number = self._num_requests
         seed = params.seed if params.seed is not None else (self.engine_config.seed << 32) + number
+        speculative = self.engine_config.speculative
+        if speculative is not None and speculative.is_synthetic and params.structured is not None:
+            raise RequestError(
+                "Drafts are accepted at stated rates here, whatever they are, so that no reply can "
+                "be kept to a language. Use another rejection_sample_method."
+            )
         own_end = () if params.ignore_eos else (self.model_config.eos_id,)
         end_ids = frozenset((*own_end, *params.stop_token_ids))
         request = Request(

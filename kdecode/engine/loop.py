@@ -16,23 +16,23 @@ from typing import Protocol
 from torch import Tensor
 
 from kdecode.engine.request import FinishReason, Output, Request, TokenLogprobs
-from kdecode.engine.sampling import BadLogits, token_logprobs
+from kdecode.engine.sampling import BadLogits, Choice, token_logprobs
 from kdecode.engine.scheduler import ScheduledStep, Scheduler
 from kdecode.engine.text import TextStream
+from kdecode.speculative.stats import RoundStats
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker found. tokens and logits [R, vocab]: a row for each of `step.chooses`.
+    """What a worker found. choices: one for each of `step.chooses`.
 
     path: what served the step, and why it was not the specialised path. prompt_logprobs: what
     became known of prompts' tokens.
     """
 
-    tokens: Sequence[int | BadLogits]
-    logits: Tensor
+    choices: Sequence[Choice | BadLogits]
     path: tuple[str, str]
     prompt_logprobs: Sequence[tuple[Request, Sequence[TokenLogprobs]]] = ()
 
@@ -87,6 +87,8 @@ class StepLoop:
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._untold: list[Event] = []
+        # Of all requests.
+        self.rounds = RoundStats()
         # Told of every step that ran, inside `step`.
         self.watcher: Callable[[StepRecord], None] | None = None
 
@@ -129,6 +131,7 @@ class StepLoop:
             error=request.error,
             logprobs=tuple(request.logprobs),
             prompt_logprobs=tuple(request.prompt_logprobs),
+            rounds=request.rounds,
         )
 
     def drop(self, number: int) -> None:
@@ -171,28 +174,41 @@ class StepLoop:
                 share.request.timing.prefill_ns += end - begin
         for request, told in result.prompt_logprobs:
             request.prompt_logprobs += told
-        self.scheduler.commit(step, result.tokens)
+        self.scheduler.commit(step, result.choices)
         if self.watcher is not None:
-            num_tokens = sum(share.num_tokens for share in step.shares)
+            num_tokens = sum(share.num_tokens for share in step.shares) + _num_drafts(result)
             self.watcher(StepRecord(num_tokens, step.has_decode, result.path, end - begin))
         return self._tell(step, result, end)
 
     def _tell(self, step: ScheduledStep, result: StepResult, end_ns: int) -> list[Event]:
         """The events of a step that was committed."""
         events = []
-        for row, (request, token) in enumerate(zip(step.chooses, result.tokens, strict=True)):
-            if isinstance(token, BadLogits):
+        for request, choice in zip(step.chooses, result.choices, strict=True):
+            if isinstance(choice, BadLogits):
                 events.append(self._event(request, None, None))
-                continue
-            timing = request.timing
+            else:
+                events += self._take(request, choice, end_ns)
+        return events
+
+    def _take(self, request: Request, choice: Choice, end_ns: int) -> list[Event]:
+        """Gives a request its tokens; those behind the one that ends it never happened."""
+        events: list[Event] = []
+        timing, num_top = request.timing, request.params.logprobs
+        is_followed = request.forced_ids is not None
+        for token, logits in zip(choice.tokens, choice.logits, strict=True):
+            self.scheduler.take(request, token)
             timing.token_ns.append(end_ns)
             if timing.prefill_end_ns is None:
                 timing.prefill_end_ns = end_ns
-            logits, num_top = result.logits[row], request.params.logprobs
             if num_top is not None:
                 request.logprobs.append(token_logprobs(logits, token, num_top))
-            is_followed = request.forced_ids is not None
             events.append(self._event(request, token, logits if is_followed else None))
+            if request.is_finished:
+                break
+        # Drafts of a reply that is followed say nothing about a draft model.
+        if choice.verdict is not None and not is_followed:
+            for stats in (request.rounds, self.rounds):
+                stats.record(choice.verdict, len(events))
         return events
 
     def _event(self, request: Request, token: int | None, logits: Tensor | None) -> Event:
@@ -223,3 +239,8 @@ class StepLoop:
             prompt_logprobs=tuple(request.prompt_logprobs) if tells_prompt else None,
             is_end_token=is_end,
         )
+
+
+def _num_drafts(result: StepResult) -> int:
+    choices = (choice for choice in result.choices if isinstance(choice, Choice))
+    return sum(choice.verdict.num_drafts for choice in choices if choice.verdict is not None)

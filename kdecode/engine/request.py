@@ -16,6 +16,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from kdecode.speculative.stats import RoundStats
+
 if TYPE_CHECKING:
     from kdecode.engine.controls import Controls
 
@@ -221,6 +223,7 @@ class Request:
     num_preemptions: int = 0
     # Decode steps that served this request, by (path, reason why not the specialised one).
     decode_steps: Counter[tuple[str, str]] = field(default_factory=Counter)
+    rounds: RoundStats = field(default_factory=RoundStats)
 
     @property
     def num_tokens(self) -> int:
@@ -277,6 +280,7 @@ class Output:
     token and without a stop string or what follows it. error: set when finish_reason is "error".
     decode_steps: decode steps by (path, reason). logprobs: one a token when they were asked for.
     prompt_logprobs: one for each token of the prompt but the first, when they were asked for.
+    rounds: of speculative decoding; where they are synthetic, the reply is no answer of the model.
     """
 
     prompt_ids: tuple[int, ...]
@@ -289,3 +293,4 @@ class Output:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    rounds: RoundStats = field(default_factory=RoundStats)

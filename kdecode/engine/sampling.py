@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kdecode.engine.controls import ControlError, Controls
 from kdecode.engine.request import SamplingParams, TokenLogprobs
+from kdecode.speculative.types import Verdict
 
 _MASK = (1 << 64) - 1
 
@@ -46,6 +47,18 @@ class BadLogits:
     message: str
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a step gave one request: tokens, one at least, and the logits of each [n, vocab].
+
+    verdict: of the round that they come from, if it had drafts.
+    """
+
+    tokens: tuple[int, ...]
+    logits: Tensor
+    verdict: Verdict | None = None
+
+
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | BadLogits]:
     """A token for each row of logits [R, vocab]; a row of bad numbers spoils no other row."""
     if logits.shape[0] != len(draws):
@@ -57,17 +70,34 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | BadLogits]:
     chosen: list[int | BadLogits] = []
     for row, (top, token) in enumerate(zip(tops.tolist(), best.tolist(), strict=True)):
         draw = draws[row]
-        if not abs(top) < float("inf"):
-            chosen.append(BadLogits(f"the largest of {logits.shape[1]} logits is {top}"))
-        elif draw.takes_largest and token not in draw.banned_ids:
+        is_finite = abs(top) < float("inf")
+        if is_finite and draw.takes_largest and token not in draw.banned_ids:
             chosen.append(token)
         else:
-            # On the host, so that a seed draws the same token whatever the device.
-            chosen.append(_choose(logits[row].cpu(), draw))
+            chosen.append(_choose(logits[row], draw))
     return chosen
 
 
-def _choose(logits: Tensor, draw: Draw) -> int | BadLogits:
+def _choose(row: Tensor, draw: Draw) -> int | BadLogits:
+    logits = adjusted(row, draw)
+    if isinstance(logits, BadLogits):
+        return logits
+    if draw.params.is_greedy:
+        return int(logits.argmax())
+    probabilities = filtered_probabilities(logits, draw.params)
+    generator = torch.Generator().manual_seed(stream_seed(draw.seed, draw.position))
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def adjusted(logits: Tensor, draw: Draw) -> Tensor | BadLogits:
+    """Logits [vocab] as the request's controls and bans leave them.
+
+    On the host, so that a seed draws the same token whatever the device.
+    """
+    logits = logits.cpu()
+    top = float(logits.max())
+    if not abs(top) < float("inf"):
+        return BadLogits(f"the largest of {logits.numel()} logits is {top}")
     if draw.controls is not None:
         try:
             logits = draw.controls.adjust(logits)
@@ -80,11 +110,7 @@ def _choose(logits: Tensor, draw: Draw) -> int | BadLogits:
             logits = others
         elif draw.params.structured is None:
             return BadLogits("min_tokens bans every token that has a finite logit")
-    if draw.params.is_greedy:
-        return int(logits.argmax())
-    probabilities = filtered_probabilities(logits, draw.params)
-    generator = torch.Generator().manual_seed(stream_seed(draw.seed, draw.position))
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    return logits
 
 
 def filtered_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.budget import pages_for
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError
 from kdecode.engine.request import FinishReason, Request, RequestError
-from kdecode.engine.sampling import BadLogits
+from kdecode.engine.sampling import BadLogits, Choice
 from kdecode.prefill.chunks import share_budget
 
 
@@ -29,21 +29,27 @@ class SchedulerLimits:
     """max_step_tokens: tokens of one step. max_context_tokens: prompt and reply of one request.
 
     can_mix: prefill chunks may share a step with decode rows. Off, the two kinds alternate, so that
-    decode steps are pure and a long prompt delays each of them by one chunk at most.
+    decode steps are pure and a long prompt delays each of them by one chunk at most. num_drafts: of
+    each request in a decode step; only pure ones have any.
     """
 
     max_step_tokens: int
     max_context_tokens: int
     can_mix: bool = False
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
 class Share:
-    """A request's part of a step. has_choice: the step computes its last known token."""
+    """A request's part of a step. has_choice: the step computes its last known token.
+
+    num_drafts: tokens behind its own that the step may compute on trial; its pages hold them.
+    """
 
     request: Request
     num_tokens: int
     has_choice: bool
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,14 @@ class Scheduler:
     """Requests between arrival and end. `schedule` and then `commit` (or `fail`) make one step."""
 
     def __init__(self, caches: Caches, limits: SchedulerLimits) -> None:
-        if limits.max_step_tokens < caches.num_slots:
+        needed = caches.num_slots * (1 + limits.num_drafts)
+        if limits.max_step_tokens < needed:
             raise ConfigError(
                 f"max_step_tokens is {limits.max_step_tokens}; a decode step of all "
-                f"{caches.num_slots} slots needs as many."
+                f"{caches.num_slots} slots with {limits.num_drafts} drafts each needs {needed}."
             )
+        if limits.can_mix and limits.num_drafts:
+            raise ConfigError("can_mix is set; only pure decode steps have drafts.")
         self._caches = caches
         self._limits = limits
         # Both oldest first.
@@ -138,19 +147,23 @@ class Scheduler:
             return None
         return ScheduledStep(tuple(shares), StepBatch(tuple(map(_step_request, shares))))
 
-    def commit(self, step: ScheduledStep, tokens: Sequence[int | BadLogits]) -> None:
-        """Records a step that ran: `tokens` are those of `step.chooses`, in its order."""
-        chosen = iter(tokens)
+    def commit(self, step: ScheduledStep, choices: Sequence[Choice | BadLogits]) -> None:
+        """Records what the requests of a step that ran have in the caches now.
+
+        choices: of `step.chooses`, in its order; `take` then records their tokens.
+        """
+        chosen = iter(choices)
         for share in step.shares:
             request = share.request
-            token = next(chosen) if share.has_choice else None
+            choice = next(chosen) if share.has_choice else None
             if request.is_finished:
                 continue
-            request.num_cached += share.num_tokens
-            if isinstance(token, BadLogits):
-                self.finish(request, "error", token.message)
-            elif token is not None:
-                self._take(request, token)
+            if isinstance(choice, BadLogits):
+                self.finish(request, "error", choice.message)
+            elif choice is not None and choice.verdict is not None:
+                request.num_cached += choice.verdict.committed_rows
+            else:
+                request.num_cached += share.num_tokens
 
     def fail(self, step: ScheduledStep, error: str) -> None:
         """Ends every request of a step that broke: their caches are in an unknown state."""
@@ -167,7 +180,8 @@ class Scheduler:
             self._release(request)
         request.finish(reason, error)
 
-    def _take(self, request: Request, token: int) -> None:
+    def take(self, request: Request, token: int) -> None:
+        """Gives a request its next token, which may end it."""
         if request.state == "prefill":
             request.move("decode")
         request.take(token)
@@ -206,7 +220,25 @@ class Scheduler:
         for request in list(self._running):
             if request.state == "decode" and self._grow(request):
                 shares.append(Share(request, 1, has_choice=True))
-        return shares
+        # Once every request has the page of its own token: drafts never take one from those.
+        return [replace(share, num_drafts=self._room_for_drafts(share.request)) for share in shares]
+
+    def _room_for_drafts(self, request: Request) -> int:
+        """How many drafts a request may have; takes free pages for them, and nobody's else.
+
+        The last token needs none, as it is the target's own. A reply that is followed has its own
+        next tokens for drafts.
+        """
+        known, tokens = request.num_tokens, self._caches.page_tokens
+        wanted = min(self._limits.num_drafts, self._limits.max_context_tokens - known)
+        left = request.params.max_tokens - len(request.output_ids)
+        if left == 1 or request.forced_ids is not None:
+            wanted = min(wanted, left - 1)
+        missing = self._pages_for(known + wanted) - len(request.pages)
+        if missing > 0:
+            taken = min(missing, self._caches.page_pool.num_free)
+            request.pages += self._caches.page_pool.allocate(taken)
+        return max(0, min(wanted, len(request.pages) * tokens - known))
 
     def _prefill_shares(self, budget_tokens: int) -> list[Share]:
         requests = [request for request in self._running if request.state == "prefill"]

@@ -10,6 +10,7 @@ Compiling takes from a millisecond to a second, so it may be done ahead and in a
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections import OrderedDict
@@ -117,6 +118,12 @@ class LanguageMatcher:
         elif not self._is_over:
             # A token that may not follow leaves an error behind, which `allowed` raises.
             self._matcher.consume_token(token)
+
+    def fork(self) -> LanguageMatcher:
+        """A copy that goes its own way."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def _check(self) -> None:
         if self._matcher.is_error():

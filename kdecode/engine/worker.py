@@ -20,12 +20,17 @@ from torch import Tensor
 from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_bytes
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.config_draft import DraftConfig
 from kdecode.decode.runner import StepRunner, callers_threads, resolve
+from kdecode.engine.judge import choose
 from kdecode.engine.loop import StepResult
 from kdecode.engine.preflight import check_deployment
 from kdecode.engine.request import Request, TokenLogprobs
-from kdecode.engine.sampling import BadLogits, Draw, sample, token_logprobs
+from kdecode.engine.sampling import token_logprobs
 from kdecode.engine.scheduler import ScheduledStep
+from kdecode.engine.speculation import Speculation, draft_config, verify_rows
+from kdecode.model.draft_layout import PackedDraft, pack_draft
+from kdecode.model.draft_weights import load_draft
 from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, pack_model, tile_format
 from kdecode.model.weights import CheckpointReader
 
@@ -61,6 +66,7 @@ class Worker:
         self.engine = engine = resolve(engine)
         self.weights_digest = weights_digest(directory)
         check_deployment(reader, engine)
+        self.draft = draft_config(engine, self.config)
         opened = time.perf_counter()
         self.packed = pack_model(
             reader,
@@ -69,20 +75,51 @@ class Worker:
             engine.device,
             engine.isa,
         )
+        self.packed_draft: PackedDraft | None = None
+        if self.draft is not None and engine.speculative is not None:
+            loaded = load_draft(engine.speculative.model, self.draft)
+            self.packed_draft = pack_draft(loaded, self.draft, engine.device)
         packed = time.perf_counter()
-        self.caches = allocate_caches(self.packed, engine)
-        self.runner = StepRunner(self.packed, self.caches, engine)
+        self.caches = allocate_caches(self.packed, engine, self.draft)
+        self.runner = StepRunner(self.packed, self.caches, engine, self.draft, verify_rows(engine))
+        self.speculation: Speculation | None = None
+        if self.draft is not None and self.packed_draft is not None:
+            self.speculation = Speculation.of(
+                engine, self.draft, self.packed_draft, self.packed, self.runner, self.caches
+            )
         self.build_times = BuildTimes(opened - begin, packed - opened, time.perf_counter() - packed)
+
+    def resolved_speculation(self) -> dict[str, Any] | None:
+        """Everything that was decided about drafts."""
+        speculative = self.engine.speculative
+        if speculative is None or self.draft is None:
+            return None
+        return {
+            "method": speculative.method,
+            "weights_digest": weights_digest(Path(speculative.model)),
+            "num_speculative_tokens": speculative.num_speculative_tokens,
+            "draft_sample_method": speculative.draft_sample_method,
+            "rejection_sample_method": speculative.rejection_sample_method,
+            "synthetic_acceptance_rates": (
+                list(speculative.acceptance_rates()) if speculative.is_synthetic else None
+            ),
+            "taps": list(self.draft.taps),
+            "tap_stream": self.draft.tap_stream,
+        }
 
     @callers_threads()
     def execute(self, step: ScheduledStep) -> StepResult:
         """Runs a step and chooses the tokens of the requests that get one."""
+        if self.speculation is not None and any(share.num_drafts for share in step.shares):
+            return StepResult(self.speculation.round(step), self.runner.last_path)
         logits = self.runner.run(step.batch)
+        if self.speculation is not None:
+            self.speculation.observe(step)
         rows = step.choice_rows
         told = prompt_logprobs(logits, step)
         if len(rows) < logits.shape[0]:
             logits = logits[list(rows)]
-        return StepResult(choose(logits, step.chooses), logits, self.runner.last_path, told)
+        return StepResult(choose(logits, step.chooses), self.runner.last_path, told)
 
 
 def prompt_logprobs(
@@ -111,31 +148,6 @@ def prompt_logprobs(
     return told
 
 
-def choose(logits: Tensor, requests: tuple[Request, ...]) -> list[int | BadLogits]:
-    """Each request's next token: sampled, or the next one of the reply that it follows."""
-    draws = [
-        Draw(
-            params=request.params,
-            seed=request.seed,
-            position=request.num_tokens,
-            banned_ids=_banned(request),
-            controls=request.controls,
-        )
-        for request in requests
-    ]
-    tokens = sample(logits, draws)
-    for row, request in enumerate(requests):
-        if request.forced_ids is not None and not isinstance(tokens[row], BadLogits):
-            tokens[row] = request.forced_ids[len(request.output_ids)]
-    return tokens
-
-
-def _banned(request: Request) -> tuple[int, ...]:
-    if len(request.output_ids) >= request.params.min_tokens:
-        return ()
-    return tuple(sorted(request.end_token_ids))
-
-
 def trunk_format(engine: EngineConfig) -> TrunkFormat:
     """How matrices outside the experts are packed: as the backend's decode steps read them.
 
@@ -147,12 +159,14 @@ def trunk_format(engine: EngineConfig) -> TrunkFormat:
     return tile_format(engine.isa, engine.lossless_packing)
 
 
-def allocate_caches(packed: PackedModel, engine: EngineConfig) -> Caches:
+def allocate_caches(
+    packed: PackedModel, engine: EngineConfig, draft: DraftConfig | None = None
+) -> Caches:
     """Slots and pages for the budget; by default enough for every request at full length."""
     config = packed.config
     budget = engine.cache_budget_bytes
     if budget is None:
-        page = page_bytes(config, engine.page_tokens, engine.cache_dtype)
+        page = page_bytes(config, engine.page_tokens, engine.cache_dtype, draft)
         pages = pages_for(engine.max_context_tokens, engine.page_tokens)
         budget = engine.max_requests * (slot_bytes(config) + pages * page)
     size = size_from_budget(
@@ -162,6 +176,7 @@ def allocate_caches(packed: PackedModel, engine: EngineConfig) -> Caches:
         engine.max_context_tokens,
         engine.page_tokens,
         engine.cache_dtype,
+        draft,
     )
     try:
         return Caches.allocate(
@@ -172,6 +187,7 @@ def allocate_caches(packed: PackedModel, engine: EngineConfig) -> Caches:
             engine.page_tokens,
             cache_dtype=engine.cache_dtype,
             scales=cache_scales(packed, engine),
+            draft=draft,
         )
     except RuntimeError as error:
         # torch's way to say that there is not enough memory, on any device.
@@ -203,7 +219,7 @@ def weights_digest(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def packed_bytes(packed: PackedModel) -> int:
+def packed_bytes(packed: PackedModel | PackedDraft | None) -> int:
     """Memory of all packed tensors, each counted once."""
     seen: dict[int, int] = {}
 

@@ -56,7 +56,7 @@ class SpeculativeLoop:
         """
         _check(anchors, proposals)
         begin = time.perf_counter_ns()
-        batch = self.rollback.before(_with_drafts(anchors, proposals))
+        batch = self.rollback.before(with_drafts(anchors, proposals))
         logits = self.forward(batch)
         verdicts = []
         parts = torch.split(logits, [len(part.token_ids) for part in batch.requests])
@@ -70,7 +70,8 @@ class SpeculativeLoop:
         return verdicts
 
 
-def _with_drafts(anchors: StepBatch, proposals: Sequence[Proposal]) -> StepBatch:
+def with_drafts(anchors: StepBatch, proposals: Sequence[Proposal]) -> StepBatch:
+    """The step over each request's anchor and drafts."""
     return StepBatch(
         tuple(
             replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from kdecode.speculative.types import Verdict
 
@@ -67,6 +68,20 @@ class RoundStats:
         """How often a draft at this place is accepted, of the rounds that had one there."""
         count = self.drafted_at[place]
         return self.accepted_at[place] / count if count else None
+
+    def figures(self) -> dict[str, Any]:
+        """Counts and figures by name, as reports have them."""
+        return {
+            "rounds": self.rounds,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "emitted_tokens": self.emitted,
+            "acceptance_length": self.acceptance_length,
+            "emitted_length": self.emitted_length,
+            "acceptance_rate": self.acceptance_rate,
+            "rate_by_place": self.rates,
+            "is_synthetic": self.is_synthetic,
+        }
 
     @property
     def rates(self) -> list[float | None]:

@@ -11,7 +11,7 @@ from kdecode.cache.caches import Caches
 from kdecode.cache.pool import IndexPool
 from kdecode.engine.loop import StepResult
 from kdecode.engine.request import Request, SamplingParams, Timing
-from kdecode.engine.sampling import BadLogits
+from kdecode.engine.sampling import BadLogits, Choice
 from kdecode.engine.scheduler import ScheduledStep
 
 VOCAB = 50
@@ -62,7 +62,7 @@ class FakeWorker:
             raise RuntimeError("the fake step breaks")
         pages = Counter(page for request in step.batch.requests for page in request.pages)
         assert not pages or max(pages.values()) == 1, "two requests share a page"
-        tokens: list[int | BadLogits] = []
+        choices: list[Choice | BadLogits] = []
         for share, request in zip(step.shares, step.batch.requests, strict=True):
             known = () if request.start == 0 else self.history[request.slot]
             assert len(known) == request.start
@@ -72,5 +72,6 @@ class FakeWorker:
                 key = (share.request.number, len(share.request.output_ids))
                 is_bad = key in self.bad_rows
                 token = next_token(self.history[request.slot])
-                tokens.append(BadLogits("the fake row is bad") if is_bad else token)
-        return StepResult(tokens, torch.zeros(len(tokens), VOCAB), self.path)
+                choice = Choice((token,), torch.zeros(1, VOCAB))
+                choices.append(BadLogits("the fake row is bad") if is_bad else choice)
+        return StepResult(choices, self.path)
