@@ -18,6 +18,7 @@ from kdecode.cache.open_rows import OpenRows
 from kdecode.cache.pool import IndexPool
 from kdecode.config import ConfigError, ModelConfig
 from kdecode.config_draft import DraftConfig
+from kdecode.config_speculative import MAX_DRAFTS
 
 _CACHE_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -34,8 +35,9 @@ class Caches:
     recurrent: KDA states [num_slots, H, K, V] fp32.
     pages: MLA rows [num_pages, page_tokens, cache_width], bf16, or E4M3 with ``scales[layer]``
     (stored = row / scale). scales is 1.0 for bf16.
-    draft: by layer of the draft, its rows [num_pages, page_tokens, width] bf16; a request's are on
-    the same pages as its MLA rows. open_rows: of a verify step that is not committed.
+    draft: by layer of the draft, its rows [num_pages + spare, page_tokens, width] bf16; a request's
+    are on the same pages as its MLA rows, and the spare pages are nobody's.
+    open_rows: of a verify step that is not committed.
     """
 
     page_tokens: int
@@ -83,7 +85,9 @@ class Caches:
                 layer_scales[layer] = _scale(layer, cache_dtype, scales or {})
         draft_pages = {}
         if draft is not None:
-            shape = (num_pages, page_tokens, draft.cache_width)
+            # Behind the pages that are given out: room for a block where a request has none left.
+            spare = pages_for(MAX_DRAFTS, page_tokens)
+            shape = (num_pages + spare, page_tokens, draft.cache_width)
             for layer in range(draft.num_layers):
                 draft_pages[layer] = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         return Caches(
@@ -108,8 +112,10 @@ class Caches:
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.conv, self.recurrent, self.pages, self.draft)
+        """Of everything that is given out: the draft's spare pages are not."""
+        parts = (self.conv, self.recurrent, self.pages)
         tensors = [tensor for part in parts for tensor in part.values()]
+        tensors += [tensor[: self.num_pages] for tensor in self.draft.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def allocate_slot(self) -> int:

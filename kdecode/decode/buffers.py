@@ -22,6 +22,14 @@ def input_buffers(rows: int, max_pages: int) -> tuple[Buffer, ...]:
     )
 
 
+def rotation_buffers(rows: int, rope_dim: int) -> tuple[Buffer, ...]:
+    """More metadata where attention is rotated: what each row sees, and how it turns."""
+    return (
+        Buffer("row_context", (rows,), INT32, "input"),
+        Buffer("row_rotation", (rows, rope_dim), FP32, "input"),
+    )
+
+
 def value_buffers(config: ModelConfig, rows: int | str) -> tuple[Buffer, ...]:
     """Every value that a stage writes. rows: a number, or "T" for a plan of any number of rows."""
     width = config.hidden_size

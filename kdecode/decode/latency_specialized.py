@@ -17,7 +17,7 @@ import torch
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
-from kdecode.decode.buffers import input_buffers, value_buffers
+from kdecode.decode.buffers import input_buffers, rotation_buffers, value_buffers
 from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.traffic import op_weight_bytes
@@ -61,7 +61,8 @@ class Deployment:
     """What a deployment's plans have in common.
 
     isa: instruction set of the native kernels. threads: their pool, owned by the caller; None for
-    a deployment that is judged or described, and not run.
+    a deployment that is judged or described, and not run. rotation_scale: of the stack of a draft;
+    see `Problem`.
     """
 
     config: ModelConfig
@@ -71,6 +72,7 @@ class Deployment:
     cache_dtype: str
     page_tokens: int
     max_context_tokens: int
+    rotation_scale: float | None = None
 
     def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
         return Problem(
@@ -83,6 +85,7 @@ class Deployment:
             page_tokens=self.page_tokens,
             max_context_tokens=self.max_context_tokens,
             isa=self.isa,
+            rotation_scale=self.rotation_scale,
         )
 
     @property
@@ -176,6 +179,8 @@ def describe(
         raise ValueError(f"{rows} rows are not a number of requests of {rows_per_request} each.")
     config = deployment.config
     specs = (*input_buffers(rows, deployment.max_pages), *value_buffers(config, rows))
+    if deployment.rotation_scale is not None:
+        specs += rotation_buffers(rows, config.mla.rope_dim)
     ops: list[tuple[str, int | None]] = [("embed", None)]
     for layer in range(config.num_layers):
         ops += [(op, layer) for op in layer_ops(config, layer)]

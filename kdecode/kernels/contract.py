@@ -45,7 +45,8 @@ class Problem:
     """One use of an op inside a plan.
 
     rows: rows of the step, None for an implementation that takes any number (the standard path).
-    layer: 0-based layer, None before and after the stack.
+    layer: 0-based layer, None before and after the stack. rotation_scale: of a draft, whose
+    attention is rotated: what its scores carry beside the usual scale; None for a target.
     """
 
     config: ModelConfig
@@ -57,6 +58,7 @@ class Problem:
     page_tokens: int
     max_context_tokens: int
     isa: str  # "avx512", "avx2", "portable"; "" when the native library is not used
+    rotation_scale: float | None = None
 
 
 class Buffers(dict[str, torch.Tensor]):

@@ -18,6 +18,10 @@ _NATIVE = (
     "moe_front",
     "moe_tail",
     "head",
+    # Of a draft, outside its stack of layers.
+    "draft_context",
+    "draft_insert",
+    "markov",
 )
 
 # The ops of the standard path.

@@ -153,6 +153,40 @@ def pack_model(
     return to_device(packed, device)
 
 
+def pack_layer(
+    p: LayerParameters, config: ModelConfig, trunk_format: TrunkFormat, isa: str | None
+) -> PackedLayer:
+    """One layer that is not part of a checkpoint's model: a draft's."""
+    return _Packer(config, trunk_format, isa).layer(p)
+
+
+def pack_matrix(weight: Tensor, trunk_format: TrunkFormat, isa: str | None) -> Matrix:
+    """One bf16 matrix, as those of a trunk in this format."""
+    return _packed_matrix([weight], trunk_format, isa)
+
+
+def _packed_matrix(weights: Sequence[Tensor], trunk_format: TrunkFormat, isa: str | None) -> Matrix:
+    if trunk_format == "rows":
+        return pack_rows(weights)
+    joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    return _packed_tiles(pack_tiles(joined), trunk_format, isa, None)
+
+
+def _packed_tiles(
+    matrix: Matrix, trunk_format: TrunkFormat, isa: str | None, out: Tensor | None
+) -> Matrix:
+    """A matrix in "tiles", in 12 bits a weight if that is the format and it packs well.
+
+    out: memory for the packed one.
+    """
+    if trunk_format != "tiles12":
+        return matrix
+    # Needs the native library, which engines with other formats do without.
+    from kdecode.kernels.common.packed12 import pack12
+
+    return pack12(matrix, isa, out) or matrix
+
+
 def tile_format(isa: str, packing: LosslessPacking) -> TrunkFormat:
     """How the native kernels' bf16 matrices are stored."""
     from kdecode.kernels.common.packed12 import FAST_ISAS
@@ -206,21 +240,10 @@ class _Packer:
     def _joined(self, weights: Sequence[Tensor | None]) -> Matrix:
         """Projections of one input, one below the other."""
         present = [weight for weight in weights if weight is not None]
-        if self.trunk_format == "rows":
-            return pack_rows(present)
-        return self._packed(pack_tiles(present[0] if len(present) == 1 else torch.cat(present)))
+        return _packed_matrix(present, self.trunk_format, self.isa)
 
     def _packed(self, matrix: Matrix, out: Tensor | None = None) -> Matrix:
-        """A matrix in "tiles", in 12 bits a weight if that is the format and it packs well.
-
-        out: memory for the packed one.
-        """
-        if self.trunk_format != "tiles12":
-            return matrix
-        # Needs the native library, which engines with other formats do without.
-        from kdecode.kernels.common.packed12 import pack12
-
-        return pack12(matrix, self.isa, out) or matrix
+        return _packed_tiles(matrix, self.trunk_format, self.isa, out)
 
     def _optional(self, weight: Tensor | None) -> Matrix | None:
         return None if weight is None else self.matrix(weight)

@@ -4,10 +4,13 @@
 
 #include "../attn_out/cpu.h"
 #include "../dense_mlp/cpu.h"
+#include "../draft_context/cpu.h"
+#include "../draft_insert/cpu.h"
 #include "../embed/cpu.h"
 #include "../head/cpu.h"
 #include "../kda_commit/cpu.h"
 #include "../kda_front/cpu.h"
+#include "../markov/cpu.h"
 #include "../mla_front/cpu.h"
 #include "../moe_front/cpu.h"
 #include "../moe_tail/cpu.h"
@@ -21,4 +24,7 @@
   X(dense_mlp, DenseMlpArgs)        \
   X(moe_front, MoeFrontArgs)        \
   X(moe_tail, MoeTailArgs)          \
-  X(head, HeadArgs)
+  X(head, HeadArgs)                 \
+  X(draft_context, DraftContextArgs) \
+  X(draft_insert, DraftInsertArgs)  \
+  X(markov, MarkovArgs)

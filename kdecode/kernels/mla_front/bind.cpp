@@ -15,6 +15,8 @@ void bind_mla_front(nb::module_& module) {
   bind_pointer(cls, "kv_norm", &MlaFrontArgs::kv_norm);
   bind_pointer(cls, "row_position", &MlaFrontArgs::row_position);
   bind_pointer(cls, "row_pages", &MlaFrontArgs::row_pages);
+  bind_pointer(cls, "row_context", &MlaFrontArgs::row_context);
+  bind_pointer(cls, "row_rotation", &MlaFrontArgs::row_rotation);
   bind_pointer(cls, "pages", &MlaFrontArgs::pages);
   bind_pointer(cls, "fp8_values", &MlaFrontArgs::fp8_values);
   cls.def_rw("fp8_scale", &MlaFrontArgs::fp8_scale);

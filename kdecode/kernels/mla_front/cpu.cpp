@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "../common/rotate.h"
 #include "../common/tile_ops.h"
 #include "attention.h"
 
@@ -26,7 +27,18 @@ inline std::int64_t cache_row(const MlaFrontArgs& args, int row, std::int64_t to
   return page * args.page_tokens + token % args.page_tokens;
 }
 
-// The row's own cache row: normed latent, then the rope part as it is.
+// Tokens that a row sees.
+inline std::int64_t context_tokens(const MlaFrontArgs& args, int row) {
+  return args.row_context == nullptr ? std::int64_t{args.row_position[row]} + 1 : args.row_context[row];
+}
+
+// The rope part of a query or cache row, turned by the row's position where the plan has rotations.
+void copy_rope(const MlaFrontArgs& args, int row, const bf16* x, bf16* out) {
+  const float* const rotation = args.row_rotation;
+  rotate_pairs(x, rotation == nullptr ? nullptr : rotation + std::int64_t{row} * args.rope_dim, args.rope_dim, out);
+}
+
+// The row's own cache row: normed latent, then the rope part.
 void insert_row(const MlaFrontArgs& args, int row) {
   const Shape shape(args);
   const bf16* const latent = args.mla_proj + row * args.in_proj.rows + shape.query_width;
@@ -34,7 +46,7 @@ void insert_row(const MlaFrontArgs& args, int row) {
   bf16 wide[kMaxMlaWidth];
   bf16* const out = args.fp8_values == nullptr ? static_cast<bf16*>(args.pages) + at : wide;
   rms_norm_row(latent, args.kv_norm, args.latent_eps, args.kv_rank, out);
-  std::memcpy(out + args.kv_rank, latent + args.kv_rank, args.rope_dim * sizeof(bf16));
+  copy_rope(args, row, latent + args.kv_rank, out + args.kv_rank);
   if (args.fp8_values == nullptr) return;
   fp8* const codes = static_cast<fp8*>(args.pages) + at;
   for (int i = 0; i < shape.cache_width; ++i) codes[i] = round_fp8(widen(wide[i]) / args.fp8_scale);
@@ -75,7 +87,7 @@ void query_head(const MlaFrontArgs& args, int head) {
   }
   for (int r = 0; r < rows; ++r) {
     bf16* const out = args.mla_query + (std::int64_t{r} * args.heads + head) * shape.cache_width + args.kv_rank;
-    std::memcpy(out, query[r] + args.nope_dim, args.rope_dim * sizeof(bf16));
+    copy_rope(args, r, query[r] + args.nope_dim, out);
   }
 }
 
@@ -85,7 +97,9 @@ struct Group {
   std::int64_t length;
 };
 
-int num_splits(const MlaFrontArgs& args, int row) { return args.row_position[row] / args.split_tokens + 1; }
+int num_splits(const MlaFrontArgs& args, int row) {
+  return static_cast<int>((context_tokens(args, row) - 1) / args.split_tokens + 1);
+}
 
 // mla_latent of one head and row from its splits, in their order.
 void combine_splits(const MlaFrontArgs& args, int row, int head) {
@@ -137,7 +151,7 @@ int group_rows(const MlaFrontArgs& args, Group* groups) {
   int count = 0;
   for (int row = 0; row < args.mix.rows; ++row) {
     const std::int32_t* const pages = args.row_pages + std::int64_t{row} * args.max_pages;
-    const std::int64_t length = std::int64_t{args.row_position[row]} + 1;
+    const std::int64_t length = context_tokens(args, row);
     if (row > 0 && length >= groups[count - 1].length) {
       const std::int64_t shared = (groups[count - 1].length - 1) / args.page_tokens + 1;
       if (std::memcmp(pages - args.max_pages, pages, shared * sizeof(*pages)) == 0) {
@@ -252,7 +266,7 @@ class Attention {
   void score(int block, std::int64_t first, int count) {
     queries_[block].scores(token_, (count + kScoreTokens - 1) / kScoreTokens * kScoreTokens, scores_);
     for (int i = 0; i < block_lanes(block); ++i) {
-      const std::int64_t seen = std::int64_t{args_.row_position[row_of(block, i)]} + 1 - first;
+      const std::int64_t seen = context_tokens(args_, row_of(block, i)) - first;
       for (std::int64_t t = seen > 0 ? seen : 0; t < count; ++t) scores_[t * kLaneBlock + i] = -__builtin_inff();
     }
   }

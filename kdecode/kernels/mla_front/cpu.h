@@ -18,6 +18,8 @@ struct MlaFrontArgs {
 
   const std::int32_t* row_position = nullptr;  // [rows]: tokens cached before the row's own
   const std::int32_t* row_pages = nullptr;     // [rows, max_pages]
+  const std::int32_t* row_context = nullptr;   // [rows]: tokens that the row sees; null: those before its own, and itself
+  const float* row_rotation = nullptr;         // [rows, rope_dim]: cosines, then sines, of each pair; null: nothing turns
   void* pages = nullptr;                       // [num_pages, page_tokens, kv_rank + rope_dim], bf16 or fp8
   const bf16* fp8_values = nullptr;            // [256]: value of each code, scaled; null: the pages are bf16
   float fp8_scale = 1;                         // stored = x / fp8_scale

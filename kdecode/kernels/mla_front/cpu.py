@@ -80,7 +80,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     args.nope_dim, args.rope_dim = mla.nope_dim, mla.rope_dim
     args.has_gate = mla.has_output_gate
     args.latent_eps = mla.latent_norm_eps
-    args.softmax_scale = mla.qk_dim**-0.5
+    args.softmax_scale = mla.qk_dim**-0.5 * (problem.rotation_scale or 1.0)
     _set_weights(args, problem, weights.attention)
     used += _set_cache(args, problem, buffers)
     used += _set_values(args, problem, buffers)
@@ -119,6 +119,11 @@ def _set_cache(args: Any, problem: Problem, buffers: Buffers) -> list[torch.Tens
     args.row_position = ptr(buffers["row_position"], INT32, (rows,))
     args.row_pages = ptr(table, INT32, (rows, table.shape[1]))
     used = [pages, table, buffers["row_position"]]
+    if problem.rotation_scale is not None:
+        context, rotation = buffers["row_context"], buffers["row_rotation"]
+        args.row_context = ptr(context, INT32, (rows,))
+        args.row_rotation = ptr(rotation, FP32, (rows, problem.config.mla.rope_dim))
+        used += [context, rotation]
     if problem.cache_dtype == "fp8":
         scale = float(buffers.caches.scales[layer])
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)

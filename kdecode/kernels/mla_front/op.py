@@ -13,6 +13,10 @@ A row of an fp8 cache counts as bf16(code * scale). A row's context is the row_p
 before it and itself; nothing behind that is read, so pages may hold anything there. All rows are
 inserted before any is attended to: rows of one request may follow each other.
 
+In a plan of a draft (``Problem.rotation_scale``) q_pe and k_pe are turned by row_rotation, pairs of
+neighbours, rounded once; scores carry that scale as well; and a row's context is the first
+row_context tokens, which may be behind its own.
+
 The context is cut into splits of a length that is a constant of the plan, and a split into rounds
 of an online softmax; splits are added up in their order. So the result depends neither on the
 number of threads nor on the other rows. Rows of one request that follow each other read each split

@@ -1,0 +1,122 @@
+"""A draft's weights for the native plan: a small latent-attention model, and what stands around it.
+
+Owns the view of a draft's stack as a model (`plan_config`), so that the fused ops of the target
+serve it, and the packing. Knows no plan. The layouts with grouped-query attention have no such
+view; see `refuse_layout`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdecode.config import Activation, KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from kdecode.config_draft import DraftConfig
+from kdecode.kernels.common.matrix import Matrix
+from kdecode.model.draft_parameters import DraftParameters
+from kdecode.model.layout import PackedModel, TrunkFormat, pack_layer, pack_matrix
+from kdecode.model.outline import outline_model
+from kdecode.model.parameters import LayerParameters, MlaParameters
+
+
+@dataclass(frozen=True)
+class DraftPlanWeights:
+    """model: the stack, with the embedding and the head that the draft runs with."""
+
+    model: PackedModel
+    context_proj: Matrix  # [M, taps*M]
+    context_norm: Tensor  # [M] fp32
+    tap_norms: Tensor | None  # [taps, M] fp32
+    markov_in: Tensor  # [vocab, R] bf16
+    markov_out: Matrix  # [vocab, R]
+    confidence: tuple[Tensor, Tensor] | None  # [M + R] and [1], fp32
+
+
+def refuse_layout(config: DraftConfig) -> list[str]:
+    """Every reason why a draft's stack is no latent-attention model."""
+    reasons = []
+    if not isinstance(config.attention, MlaConfig):
+        reasons.append(
+            "The native draft plan has latent attention; this draft's is grouped-query attention."
+        )
+    elif not config.rope.is_interleaved:
+        reasons.append("The native draft plan rotates neighbours; this draft's pairs are halves.")
+    if config.is_causal:
+        reasons.append("The rows of a native draft block see each other; this draft's are causal.")
+    if config.window is not None:
+        reasons.append(
+            f"The native draft plan reads all of the context; this draft's window is "
+            f"{config.window} tokens."
+        )
+    return reasons
+
+
+def plan_config(config: DraftConfig) -> ModelConfig:
+    """The draft's stack as a model: plain residuals, latent attention, dense MLPs."""
+    mla = config.attention
+    if not isinstance(mla, MlaConfig):
+        raise ValueError(" ".join(refuse_layout(config)))
+    return ModelConfig(
+        model_type="kimi_linear",
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        layer_kinds=("mla",) * config.num_layers,
+        mlp_kinds=("dense",) * config.num_layers,
+        dense_width=config.mlp_width,
+        activation=Activation("silu"),
+        rms_eps=config.rms_eps,
+        attn_res_block=None,
+        # There are no such layers; the width of the heads is that of the attention's output.
+        kda=KdaConfig(mla.num_heads, mla.v_dim, 4, None, is_gate_full_rank=True),
+        mla=mla,
+        moe=MoeConfig(0, 0, 0, 0, None, False, False, 1.0, "bf16"),
+        max_positions=0,
+        bos_id=0,
+        eos_id=0,
+        pad_id=0,
+    )
+
+
+def pack_draft_plan(
+    p: DraftParameters,
+    config: DraftConfig,
+    target: PackedModel,
+    trunk_format: TrunkFormat,
+    isa: str | None,
+) -> DraftPlanWeights:
+    """Copies a draft out of its mapped file, into tiles."""
+    model_config = plan_config(config)
+    layers = []
+    for layer in p.layers:
+        assert isinstance(layer.attention, MlaParameters)
+        parameters = LayerParameters(
+            input_norm=layer.input_norm,
+            post_norm=layer.post_norm,
+            attn_mix=None,
+            mlp_mix=None,
+            attention=layer.attention,
+            mlp=layer.mlp,
+        )
+        layers.append(pack_layer(parameters, model_config, trunk_format, isa))
+    embed = target.embed if p.embed is None else p.embed.clone()
+    head = target.head if p.lm_head is None else pack_matrix(p.lm_head, trunk_format, isa)
+    norms = None if p.tap_norms is None else torch.stack([norm.float() for norm in p.tap_norms])
+    confidence = None
+    if p.confidence is not None:
+        confidence = p.confidence.weight.float(), p.confidence.bias.float()
+    return DraftPlanWeights(
+        model=PackedModel(model_config, embed, tuple(layers), None, p.norm.float(), head),
+        context_proj=pack_matrix(p.context_proj, trunk_format, isa),
+        context_norm=p.context_norm.float(),
+        tap_norms=norms,
+        markov_in=p.markov_in.clone(),
+        markov_out=pack_matrix(p.markov_out, trunk_format, isa),
+        confidence=confidence,
+    )
+
+
+def outline_draft_plan(config: DraftConfig, trunk_format: TrunkFormat) -> PackedModel:
+    """The stack's shapes, for a plan that is only described."""
+    return outline_model(plan_config(config), trunk_format)

@@ -1,0 +1,202 @@
+"""A draft's native plan against its reference, and against the form in torch; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from native_cases import Loaded
+from torch import Tensor
+
+from kdecode.cache.caches import Caches
+from kdecode.config import EngineConfig
+from kdecode.config_draft import DraftConfig, DraftKind
+from kdecode.decode import draft_specialized
+from kdecode.decode.draft_specialized import SpecializedDraft
+from kdecode.decode.draft_standard import ContextRows, DraftRequest
+from kdecode.decode.latency_specialized import BackendRefusedError, Deployment
+from kdecode.decode.runner import deployment_of, resolve
+from kdecode.kernels.common.native import supported_isas
+from kdecode.kernels.contract import Tolerance
+from kdecode.model import draft_reference
+from kdecode.model.draft_parameters import DraftParameters
+from kdecode.model.draft_reference import DraftState, append_context
+from kdecode.model.draft_synthesis import make_draft
+from kdecode.model.draft_tiles import pack_draft_plan
+from kdecode.model.draft_weights import load_draft
+from kdecode.model.layout import pack_model
+from kdecode.model.parameters import ModelParameters
+from kdecode.model.reference import ROUNDED
+from kdecode.model.weights import CheckpointReader
+from kdecode.testing.compare import assert_close, bit_equal
+from kdecode.testing.poison import poison_
+
+PAGE_TOKENS = 4
+LIMIT = 160
+# As of the form in torch: one rounding apart in a row, roundings of two layers in a logit.
+ROW = Tolerance(rtol=2e-2, atol=2e-2, rms_ratio=8e-3)
+LOGITS = Tolerance(rtol=0.05, atol=0.25, rms_ratio=0.03)
+CONTEXTS = (9, 1, 130)
+ANCHORS = (17, 300, 5)
+PLANNED = ((900, 3, 3, 41), (41, 42, 43, 44), (1, 2, 1000, 3))
+NUM_DRAFTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    config: DraftConfig
+    p: DraftParameters
+    target: ModelParameters
+    caches: Caches
+    draft: SpecializedDraft
+
+
+def _deployment(packed_config: object, isa: str | None = None) -> Deployment:
+    engine = EngineConfig(
+        decode_backend="latency_specialized",
+        page_tokens=PAGE_TOKENS,
+        max_context_tokens=LIMIT,
+        num_threads=1,
+        isa=isa,
+    )
+    return deployment_of(packed_config, resolve(engine))
+
+
+@pytest.fixture
+def make(mini_checkpoint: Path, tmp_path: Path) -> Callable[..., Case]:
+    def build(kind: DraftKind, isa: str | None = None, trunk: str = "tiles") -> Case:
+        make_draft(tmp_path / "draft", "mini", kind, seed=0)
+        config = DraftConfig.from_checkpoint(tmp_path / "draft")
+        p = load_draft(tmp_path / "draft", config)
+        reader = CheckpointReader(mini_checkpoint)
+        packed = pack_model(reader, trunk)
+        caches = Caches.allocate(packed.config, "cpu", 1, 48, PAGE_TOKENS, draft=config)
+        for pool in caches.draft.values():
+            poison_(pool)
+        weights = pack_draft_plan(p, config, packed, trunk, None)
+        deployment = _deployment(packed.config, isa)
+        assert draft_specialized.refuse(config, deployment, NUM_DRAFTS) == []
+        draft = SpecializedDraft(weights, config, caches, deployment, NUM_DRAFTS)
+        target = CheckpointReader(mini_checkpoint).load_model()
+        return Case(config, p, target, caches, draft)
+
+    return build
+
+
+def _taps(config: DraftConfig, tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (tokens, len(config.taps), config.hidden_size)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def _contexts(case: Case) -> tuple[list[tuple[int, ...]], list[DraftState]]:
+    """Fills the draft's cache, with pages that are not in order; the same by the reference."""
+    pages, states = [], []
+    for seed, count in enumerate(CONTEXTS):
+        pages.append(tuple(reversed(case.caches.allocate_pages(count))))
+        state = DraftState.new(case.config, ROUNDED)
+        append_context(case.p, case.config, state, _taps(case.config, count, seed), ROUNDED)
+        states.append(state)
+    taps = [_taps(case.config, count, seed) for seed, count in enumerate(CONTEXTS)]
+    case.draft.append(
+        [ContextRows(0, own, rows[:6]) for own, rows in zip(pages, taps, strict=True)]
+    )
+    later = [ContextRows(6, own, r[6:]) for own, r in zip(pages, taps, strict=True) if len(r) > 6]
+    case.draft.append(later)
+    return pages, states
+
+
+def _check(case: Case) -> None:
+    pages, states = _contexts(case)
+    for own, state, count in zip(pages, states, CONTEXTS, strict=True):
+        for layer, pool in case.caches.draft.items():
+            rows = pool[list(own)].flatten(0, 1)
+            assert_close(rows[:count], state.rows[layer].float(), ROW, f"layer {layer}")
+            assert bool(torch.isnan(rows[count:]).all())
+    requests = [
+        DraftRequest(anchor, count, own)
+        for anchor, count, own in zip(ANCHORS, CONTEXTS, pages, strict=True)
+    ]
+    seen: list[Tensor] = []
+
+    def choose(place: int, logits: Tensor) -> list[int]:
+        seen.append(logits.clone())
+        return [planned[place] for planned in PLANNED]
+
+    block = case.draft.block(requests, NUM_DRAFTS, choose)
+    assert block.tokens == list(PLANNED)
+    for row, (state, anchor, planned) in enumerate(zip(states, ANCHORS, PLANNED, strict=True)):
+        gold = draft_reference.block(
+            case.p,
+            case.config,
+            case.target,
+            state,
+            anchor,
+            NUM_DRAFTS,
+            lambda place, _, planned=planned: planned[place],
+            ROUNDED,
+        )
+        own = torch.stack([logits[row] for logits in seen])
+        assert_close(own, gold.logits, LOGITS, f"request {row}")
+        assert gold.confidence is not None
+        assert block.confidence is not None
+        wanted = gold.confidence
+        assert_close(torch.tensor(block.confidence[row]), wanted, LOGITS, f"request {row}")
+
+
+@pytest.mark.parametrize("kind", ["inferact", "lightseek"])
+def test_rows_and_blocks_against_the_reference(make: Callable[..., Case], kind: DraftKind) -> None:
+    _check(make(kind))
+
+
+@pytest.mark.parametrize("isa", supported_isas()[1:])
+def test_other_instruction_sets(make: Callable[..., Case], isa: str) -> None:
+    _check(make("inferact", isa))
+
+
+def test_weights_in_12_bits(make: Callable[..., Case]) -> None:
+    _check(make("inferact", trunk="tiles12"))
+
+
+def test_a_block_again_and_behind_all_pages(make: Callable[..., Case]) -> None:
+    """The block's rows are behind the request's; nothing of an earlier block is in a later one."""
+    case = make("inferact")
+    pages, _ = _contexts(case)
+    free = case.caches.page_pool.num_free
+    # Its last page is full with the 9th to the 12th token; the block begins behind it.
+    full = DraftRequest(4, 8, pages[0][:2])
+    first: list[Tensor] = []
+    case.draft.block([full], NUM_DRAFTS, lambda place, x: first.append(x.clone()) or [3])
+    other = DraftRequest(9, CONTEXTS[2], pages[2])
+    case.draft.block([other], NUM_DRAFTS, lambda place, x: [int(x.argmax())])
+    again: list[Tensor] = []
+    case.draft.block([full], NUM_DRAFTS, lambda place, x: again.append(x.clone()) or [3])
+    for a, b in zip(first, again, strict=True):
+        bit_equal(a, b, "logits of the same block")
+        assert bool(torch.isfinite(a).all())
+    roomy: list[Tensor] = []
+    case.draft.block(
+        [DraftRequest(4, 8, pages[0])], NUM_DRAFTS, lambda place, x: roomy.append(x.clone()) or [3]
+    )
+    for a, b in zip(first, roomy, strict=True):
+        bit_equal(a, b, "logits on pages of its own")
+    assert case.caches.page_pool.num_free == free
+    with pytest.raises(ValueError, match="5 drafts are asked for; the plan has 4 rows"):
+        case.draft.block([full], 5, lambda place, x: [3])
+
+
+@pytest.mark.parametrize("kind", ["radixark", "redhat"])
+def test_grouped_attention_is_refused_by_name(
+    loaded: Loaded, tmp_path: Path, kind: DraftKind
+) -> None:
+    make_draft(tmp_path / "draft", "mini", kind, seed=0)
+    config = DraftConfig.from_checkpoint(tmp_path / "draft")
+    deployment = _deployment(loaded.packed.config)
+    reasons = draft_specialized.refuse(config, deployment, 7)
+    assert "this draft's is grouped-query attention" in reasons[0]
+    assert any("causal" in reason for reason in reasons) == (kind == "redhat")
+    with pytest.raises(BackendRefusedError, match="grouped-query attention"):
+        draft_specialized.describe(config, deployment, "tiles", 7)
