@@ -133,7 +133,8 @@ def test_one_of_a_thing_is_written_as_one(
     check = ("check", mini_checkpoint, "--layers", 1, "--decode-backend", "auto", *ENGINE)
     generate = ("generate", mini_checkpoint, "--prompt", "a", "--max-tokens", 1, *ENGINE)
     compare = ("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 1, "--blocks", 2)
-    for command in (plan, check, generate, (*compare, "--output-tokens", 2, *ENGINE)):
+    layer = ("bench", "layer", mini_checkpoint, "--context-tokens", 1, "--runs", 1, *ENGINE)
+    for command in (plan, check, generate, layer, (*compare, "--output-tokens", 2, *ENGINE)):
         _, out, err = _run(capsys, *command)
         assert re.findall(r"(?<![\d.,])1 (?!ms\b)\w+s\b", out + err) == []
 

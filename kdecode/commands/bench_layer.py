@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
+from kdecode.bench.wording import counted
 from kdecode.commands.common import (
     InputError,
     ProgressBar,
@@ -169,8 +170,8 @@ def _timed(probe: ReadProbe, inspect: Callable[[], PlanCost]) -> tuple[dict[str,
 
 def title(cost: PlanCost) -> str:
     return (
-        f"backend {cost.backend}, {cost.rows} rows, {cost.context_tokens:,} tokens of context, "
-        f"{len(cost.steps)} launches a step"
+        f"backend {cost.backend}, {counted(cost.rows, 'row')}, "
+        f"{counted(cost.context_tokens, 'token')} of context, {len(cost.steps)} launches a step"
     )
 
 
