@@ -223,7 +223,7 @@ def check_output_file(target: str) -> None:
         with path.open("ab"):
             return
     except OSError as error:
-        raise InputError(f"{target} cannot be written: {error}") from error
+        raise InputError(f"{target} cannot be written: {error.strerror}") from error
 
 
 def write_json(document: Any, target: str, echo: Callable[[str], None] = print) -> None:
