@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from kdecode.commands import bench, check, compare, generate, make_checkpoint, plan, serve
+from kdecode.commands import config_file as config_files
+from kdecode.commands.common import InputError
 
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -46,9 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     try:
-        args = build_parser().parse_args(argv)
+        given = sys.argv[1:] if argv is None else argv
+        args = build_parser().parse_args(config_files.expand("serve", given))
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_INPUT
+    except InputError as error:
+        print(f"kdecode: error: {error}", file=sys.stderr)
+        return EXIT_INPUT
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING,
         format="%(levelname)s %(name)s: %(message)s",
@@ -75,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _input_errors() -> tuple[type[Exception], ...]:
     """Errors that the caller's input explains; any other one is a fault and keeps its traceback."""
-    from kdecode.commands.common import InputError
     from kdecode.config import ConfigError
     from kdecode.decode.latency_specialized import BackendRefusedError
     from kdecode.engine.request import RequestError

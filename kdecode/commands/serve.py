@@ -12,8 +12,10 @@ import json
 import logging
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from kdecode.commands import config_file
 from kdecode.commands.common import (
     InputError,
     add_machine_arguments,
@@ -26,7 +28,6 @@ from kdecode.config import DecodeBackend, EngineConfig
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
 
 HELP = "serve a model over HTTP"
 DESCRIPTION = (
@@ -38,6 +39,8 @@ EXIT_BROKEN = 1
 # vLLM's names of the cache's dtype, and ours.
 CACHE_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 
+PARSERS = ("kimi_k3",)
+
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # An abbreviation that works today may name another flag tomorrow.
     parser.allow_abbrev = False
     add_model_argument(parser)
+    parser.add_argument(
+        config_file.FLAG,
+        metavar="FILE",
+        help="a YAML file of these flags, `name: value`, and of `model`; the command line wins",
+    )
     web = parser.add_argument_group("server")
     web.add_argument("--host", default="127.0.0.1", help="address to listen on")
     web.add_argument("--port", type=_port, default=8000, help="0 takes a free one")
@@ -63,6 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=60,
         help="how long running requests may go on after SIGTERM",
+    )
+    web.add_argument(
+        "--reasoning-parser", choices=PARSERS, help="the model's own; another one is refused"
+    )
+    web.add_argument(
+        "--tool-call-parser", choices=PARSERS, help="the model's own; another one is refused"
+    )
+    web.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="what a model with tools does anyhow; refused for a model without",
     )
     _add_engine_arguments(parser)
 
@@ -110,8 +129,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = _engine_config(args)
     try:
-        import uvicorn
-
+        from kdecode.commands.draining_server import DrainingServer
         from kdecode.server.api import ServerConfig, create_app
         from kdecode.server.guard import Limits
     except ModuleNotFoundError as error:
@@ -126,7 +144,10 @@ def run(args: argparse.Namespace) -> int:
             "limits it to those who have a key.",
             file=sys.stderr,
         )
+    if args.model is None and args.config is not None:
+        args.model = _model_of(config_file.read(args.config))
     directory = model_directory(args)
+    _check_parsers(args, directory)
     llm = open_model(directory, config)
     # The server is made for the application, and the engine's death has to reach the server.
     servers: list[uvicorn.Server] = []
@@ -139,7 +160,14 @@ def run(args: argparse.Namespace) -> int:
             limits=Limits(max_body_bytes=args.max_body_bytes),
         ),
     )
-    server = uvicorn.Server(_uvicorn_config(args, app))
+    server = DrainingServer(
+        app,
+        engine,
+        host=args.host,
+        port=args.port,
+        drain_seconds=args.drain_seconds,
+        has_access_log=args.verbose,
+    )
     servers.append(server)
     if engine.has_died:
         server.should_exit = True
@@ -153,22 +181,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _uvicorn_config(args: argparse.Namespace, app: FastAPI) -> uvicorn.Config:
-    import uvicorn
+def _model_of(settings: dict[str, Any]) -> str | None:
+    model = settings.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InputError(f"model is {model!r} in the configuration file; it must be a directory.")
+    return model
 
-    return uvicorn.Config(
-        app,
-        host=args.host,
-        port=args.port,
-        log_level="info",
-        access_log=args.verbose,
-        # h11 bounds what a header may be; httptools does not.
-        http="h11",
-        h11_max_incomplete_event_size=64 * 1024,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=args.drain_seconds,
-        server_header=False,
-    )
+
+def _check_parsers(args: argparse.Namespace, directory: Path) -> None:
+    """Raises InputError for parsers that are not the model's: replies have one format."""
+    named = {
+        "--reasoning-parser": args.reasoning_parser,
+        "--tool-call-parser": args.tool_call_parser,
+        "--enable-auto-tool-choice": args.enable_auto_tool_choice or None,
+    }
+    flags = [flag for flag, value in named.items() if value is not None]
+    if not flags:
+        return
+    from kdecode.config import ModelConfig
+    from kdecode.model.chat import chat_format
+    from kdecode.model.tokenizer import Tokenizer
+
+    vocab_size = ModelConfig.from_checkpoint(directory).vocab_size
+    found = chat_format(Tokenizer.from_directory(directory, vocab_size))
+    if found not in PARSERS:
+        raise InputError(
+            f"{flags[0]} does nothing for this model: its replies are in the format {found!r}, "
+            "which has neither reasoning nor tool calls."
+        )
 
 
 def _stop(servers: list[uvicorn.Server]) -> None:

@@ -13,11 +13,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
+from importlib import metadata, resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from fastapi.openapi.utils import get_openapi
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kdecode.engine.async_engine import AsyncEngine
@@ -37,6 +38,11 @@ from kdecode.server.service import Prepared, Run, Service
 
 # Nobody reads this answer: its client has gone.
 CLIENT_CLOSED = 499
+# The status page brings all that it needs; nothing else may be loaded by it.
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -69,6 +75,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_information(app, service, fingerprint)
+    _add_page(app)
+    app.openapi_schema = _description(app, config.served_names)
     return app
 
 
@@ -157,6 +165,25 @@ def _add_information(app: FastAPI, service: Service, fingerprint: dict[str, Any]
     @app.get("/config/fingerprint", response_model=None)
     async def config() -> Response:
         return JsonResponse(fingerprint)
+
+
+def _add_page(app: FastAPI) -> None:
+    page = resources.files("kdecode.server").joinpath("status.html").read_text("utf-8")
+    headers = {"Content-Security-Policy": _PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+
+    @app.get("/", response_model=None, include_in_schema=False)
+    async def status_page() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+
+def _description(app: FastAPI, served_names: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI description, in which `model` is one of the names that are served."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    for schema in document["components"]["schemas"].values():
+        field = schema.get("properties", {}).get("model")
+        if field is not None:
+            field["anyOf"] = [{"type": "string", "enum": list(served_names)}, {"type": "null"}]
+    return document
 
 
 class _RunResponse(StreamingResponse):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kdecode.server.errors import ApiError, response_of
 
+log = logging.getLogger(__name__)
+
 # Answered without a key, as monitoring expects; none of them tells what anybody wrote.
-OPEN_PATHS = frozenset(("/health", "/ping", "/metrics", "/version"))
+OPEN_PATHS = frozenset(("/", "/health", "/ping", "/metrics", "/version"))
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        try:
+            await self._serve(scope, receive, send)
+        except asyncio.CancelledError:
+            # Only the end of the process cancels a request, and waits for nothing behind this.
+            log.warning("a request to %s was cut off by the end of the server", scope["path"])
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_key(scope)
             body = await self._read(scope, receive)

@@ -8,6 +8,7 @@ the engine's own clock: `start` is when a request was handed to it, not when a c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -159,7 +160,9 @@ class _EngineState(Collector):
     def __init__(self, llm: LLM, labels: tuple[str, str]) -> None:
         self._llm = llm
         self._labels = labels
-        self._cache = llm.resolved_config()["cache"]
+        resolved = llm.resolved_config()
+        self._cache = resolved["cache"]
+        self._is_valid = resolved["outputs_valid"]
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | InfoMetricFamily]:
         stats, cache = self._llm.stats(), self._cache
@@ -198,8 +201,50 @@ class _EngineState(Collector):
         prefill = CounterMetricFamily("kdecode:prefill_steps", "Prefill steps", labels=_LABELS)
         prefill.add_metric(self._labels, stats["prefill_steps"])
         yield prefill
+        if stats["speculation"] is not None:
+            yield from self._rounds(stats["speculation"])
         info = InfoMetricFamily("vllm:cache_config", "The caches as resolved", labels=_LABELS)
         settings = {"block_size": cache["page_tokens"], "num_gpu_blocks": cache["pages"]}
         settings |= {"cache_dtype": cache["dtype"], "state_slots": cache["slots"]}
         info.add_metric(self._labels, {name: str(value) for name, value in settings.items()})
         yield info
+
+    def _rounds(self, found: dict[str, Any]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Speculative decoding; a draft of vLLM's is a round with drafts of ours."""
+        counts = {
+            "vllm:spec_decode_num_drafts": ("Rounds with drafts", found["rounds"]),
+            "vllm:spec_decode_num_draft_tokens": ("Drafted tokens", found["drafted_tokens"]),
+            "vllm:spec_decode_num_accepted_tokens": ("Accepted drafts", found["accepted_tokens"]),
+            "kdecode:spec_decode_num_emitted_tokens": (
+                "Tokens of rounds that reached their requests",
+                found["emitted_tokens"],
+            ),
+            "kdecode:spec_decode_steps": ("Decode steps with drafts", found["steps"]),
+        }
+        for name, (text, value) in counts.items():
+            counter = CounterMetricFamily(name, text, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafts by their place in the round",
+            labels=(*_LABELS, "position"),
+        )
+        for place, value in enumerate(found["accepted_by_place"]):
+            places.add_metric((*self._labels, str(place)), value)
+        yield places
+        seconds = CounterMetricFamily(
+            "kdecode:spec_decode_seconds",
+            "Time of steps with drafts: proposing, the target's step and verdicts, caches moved",
+            labels=(*_LABELS, "phase"),
+        )
+        for phase in ("draft", "verify", "commit"):
+            seconds.add_metric((*self._labels, phase), found[f"{phase}_ns"] / 1e9)
+        yield seconds
+        valid = GaugeMetricFamily(
+            "kdecode:outputs_valid",
+            "0 where drafts are accepted at stated rates: replies are no answers of the model",
+            labels=_LABELS,
+        )
+        valid.add_metric(self._labels, float(self._is_valid))
+        yield valid

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from kdecode.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutput
 from kdecode.server.schema_language import LanguageFields, StrictModel
@@ -52,7 +52,56 @@ MAX_STOPS = 64
 MAX_BIASES = 1024
 
 TokenIds = list[int]
+# Read by `model.chat`, which knows what has an encoding; the descriptions are for clients.
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role"],
+            "properties": {
+                "role": {"enum": ["system", "user", "assistant", "tool"]},
+                "content": {"type": ["string", "array", "null"]},
+                "reasoning": {"type": "string"},
+                "reasoning_content": {"type": "string"},
+                "tool_calls": {"type": "array", "items": {"type": "object"}},
+                "tool_call_id": {"type": "string"},
+                "name": {"type": "string"},
+            },
+        }
+    ),
+]
+Tool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string"},
+                        "description": {"type": "string"},
+                        "parameters": {"type": "object"},
+                    },
+                },
+            },
+        }
+    ),
+]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+
+
+def _describe_others(schema: dict[str, Any]) -> None:
+    """Adds the fields that are accepted without being served; others may only be null."""
+    for name, values in NEUTRAL.items():
+        schema["properties"][name] = {"enum": [*values, None]}
+    for name in sorted(IGNORED):
+        schema["properties"][name] = {}
+    schema["additionalProperties"] = {"type": "null"}
 
 
 class StreamOptions(StrictModel):
@@ -63,9 +112,9 @@ class StreamOptions(StrictModel):
 class GenerationRequest(LanguageFields):
     """What completions and chats have in common."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_describe_others)
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -217,12 +266,12 @@ class NamedTool(StrictModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -290,8 +339,8 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

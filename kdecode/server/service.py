@@ -211,7 +211,7 @@ class Service:
         return Head(
             id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
-            model=body.model,
+            model=body.model or self.served_names[0],
             fingerprint=self._fingerprint,
             prompt_tokens=prompt_tokens,
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from served_model import KEY, Served
 
 from kdecode import cli
+from kdecode.model.chat import K3_MARKERS, KIMI_LINEAR_MARKERS
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG = {"model": "mini", "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "n": 3}
@@ -150,6 +153,8 @@ def test_metrics_count_what_happened(served: Served) -> None:
         (["--kv-cache-dtype", "int4"], "--kv-cache-dtype"),
         (["--enable-prefix-caching"], "--enable-prefix-caching"),
         (["--max-num", "3"], "--max-num"),
+        (["--reasoning-parser", "deepseek_r1"], "--reasoning-parser"),
+        (["--config", "/no/such/file"], "/no/such/file cannot be read"),
         (["--port", "70000"], "'70000' is not a port"),
         (["--cache-scale", "1.0"], "only an fp8 cache has a scale"),
     ],
@@ -161,21 +166,29 @@ def test_a_flag_that_would_not_act_is_refused(
     assert message in capfd.readouterr().err
 
 
-def _start(checkpoint: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
-    """The command as a process, and its address once it listens."""
-    command = [sys.executable, "-P", "-m", "kdecode.cli", "serve", str(checkpoint), "--port", "0"]
-    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+def _started(process: subprocess.Popen[str]) -> str:
+    """The server's address, once it listens."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:
         seen.append(line)
         if match := re.search(r"running on (http://\S+)", line):
-            return process, match[1]
+            return match[1]
     raise AssertionError("".join(seen))
 
 
+def _start(checkpoint: Path, *flags: str, before: str = "") -> tuple[subprocess.Popen[str], str]:
+    """The command as a process, and its address; before: code that it runs first."""
+    argv = ["serve", str(checkpoint), "--port", "0", "--threads", "1", *flags]
+    code = f"import sys\nfrom kdecode import cli\n{before}\nsys.exit(cli.main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *argv], stderr=subprocess.PIPE, text=True
+    )
+    return process, _started(process)
+
+
 def test_sigterm_lets_running_requests_end(mini_checkpoint: Path) -> None:
-    flags = ("--max-model-len", "256", "--threads", "1", "--served-model-name", "m")
+    flags = ("--max-model-len", "256", "--served-model-name", "m")
     additional = '{"decode_backend": "latency_specialized"}'
     process, url = _start(mini_checkpoint, *flags, "--additional-config", additional)
     assert url.startswith("http://127.0.0.1:")
@@ -197,3 +210,147 @@ def test_sigterm_lets_running_requests_end(mini_checkpoint: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+LONG_STREAM = {**LONG, "n": 1, "max_tokens": 4000, "stream": True}
+
+
+@contextmanager
+def _running(checkpoint: Path, *flags: str, before: str = "") -> Iterator[Any]:
+    """A process and its address; it is gone afterwards."""
+    names = ("--served-model-name", "mini")
+    process, url = _start(checkpoint, *names, *flags, before=before)
+    try:
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_requests_that_outlast_the_drain_time_are_told(mini_checkpoint: Path) -> None:
+    """Slow steps, so that no reply is complete by then."""
+    before = (
+        "import time\nfrom kdecode.engine.loop import StepLoop\nstep = StepLoop.step\n"
+        "StepLoop.step = lambda self: (time.sleep(0.05), step(self))[1]"
+    )
+    with _running(mini_checkpoint, "--drain-seconds", "1", before=before) as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG_STREAM) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert "still run after 1 seconds" in log
+        assert "Traceback" not in log
+
+
+def test_a_body_that_never_comes_does_not_hold_the_end_up(mini_checkpoint: Path) -> None:
+    with _running(mini_checkpoint, "--drain-seconds", "1") as (process, url):
+        address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        with socket.create_connection(address) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            )
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "cut off by the end of the server" in log
+        assert "Traceback" not in log
+
+
+def test_a_fault_of_the_engine_ends_the_process(mini_checkpoint: Path) -> None:
+    """A fault outside of a step, after which nothing is known of any request."""
+    before = (
+        "from kdecode.engine.scheduler import Scheduler\n"
+        "def broken(self): raise RuntimeError('a made-up fault')\n"
+        "Scheduler.schedule = broken"
+    )
+    with _running(mini_checkpoint, before=before) as (process, url):
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=10)
+        assert response.status_code == 503
+        assert "a made-up fault" in response.json()["error"]["message"]
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert "the engine broke" in log
+
+
+def test_kill_and_restart(mini_checkpoint: Path) -> None:
+    """A client of a killed server gets an error at once, and the port serves again."""
+    with _running(mini_checkpoint) as (process, url):
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=LONG_STREAM, timeout=10
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.kill()
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url}/health", timeout=10)
+    port = url.rsplit(":", 1)[1]
+    with _running(mini_checkpoint, "--port", port) as (_, again):
+        assert again == url
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_flags_from_a_file(mini_checkpoint: Path, tmp_path: Path) -> None:
+    """Of every kind of value; the command line wins."""
+    path = tmp_path / "flags.yaml"
+    path.write_text(
+        f"model: {mini_checkpoint}\nmax-model-len: 256\nmax_num_seqs: 3\nthreads: 1\n"
+        "served-model-name: [a, b]\nadditional-config: {decode_backend: latency_specialized}\n"
+        "reasoning-parser: kimi_k3\nenable-auto-tool-choice: true\nverbose-nothing: null\n"
+    )
+    argv = ["serve", "--port", "0", f"--config={path}", "--max-num-seqs", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "kdecode.cli", *argv], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        url = _started(process)
+        config = httpx.get(f"{url}/config/fingerprint").json()["config"]
+        assert config["decode_backend"] == "latency_specialized"
+        assert config["max_context_tokens"] == 256
+        assert config["cache"]["slots"] == 2
+        names = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
+        assert names == ["a", "b"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: [", "cannot be read"),
+        ("- 1", "not a list of `name: value`"),
+        ("beam: 3", "--beam=3"),
+        ("port: many", "'many' is not a port"),
+        ("config: other.yaml", "names another one"),
+        ("model: 3", "model is 3"),
+    ],
+)
+def test_a_file_of_flags_that_cannot_be_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text(text)
+    assert cli.main(["serve", "--config", str(path)]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_parsers_are_the_models_own(
+    tmp_path: Path, mini_checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A model of the other chat format has neither."""
+    shutil.copytree(mini_checkpoint, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    text = path.read_text()
+    for name, other in zip(K3_MARKERS, KIMI_LINEAR_MARKERS, strict=False):
+        text = text.replace(name, other)
+    path.write_text(text.replace("[start_header_id]", "<|im_end|>"))
+    assert cli.main(["serve", str(tmp_path), "--tool-call-parser", "kimi_k3"]) == 2
+    assert "does nothing for this model" in capfd.readouterr().err
