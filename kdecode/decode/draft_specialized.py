@@ -36,7 +36,7 @@ from kdecode.model.draft_tiles import (
     plan_config,
     refuse_layout,
 )
-from kdecode.model.layout import TrunkFormat
+from kdecode.model.layout import PackedModel, TrunkFormat
 
 # Rows of one pass over committed tokens: those of a round, and many for prompts.
 CONTEXT_ROWS = (MAX_ROWS, 32, 16, *range(9, 0, -1))
@@ -81,7 +81,7 @@ def describe(
 
 
 class SpecializedDraft:
-    """A `DraftForward`. Blocks have ``num_drafts`` rows.
+    """A `DraftForward`. Blocks have ``num_drafts`` rows; deployment: the target's.
 
     A call leaves torch with one thread: the native pool has the cores.
     """
@@ -90,14 +90,15 @@ class SpecializedDraft:
         self,
         weights: DraftPlanWeights,
         config: DraftConfig,
+        target: PackedModel,
         caches: Caches,
-        target: Deployment,
+        deployment: Deployment,
         num_drafts: int,
     ) -> None:
         self.config = config
         self._weights = weights
         self._num_drafts = num_drafts
-        self._deployment = draft_deployment(config, target, num_drafts)
+        self._deployment = draft_deployment(config, deployment, num_drafts)
         self._caches = replace(
             caches,
             cache_dtype="bf16",
@@ -110,7 +111,7 @@ class SpecializedDraft:
         )
         self._frequencies = frequencies(config.rope).numpy()
         self.plan = latency_specialized.build(
-            self._deployment, weights.model, self._caches, num_drafts, num_drafts
+            self._deployment, weights.model(target), self._caches, num_drafts, num_drafts
         )
         self._contexts = {rows: self._build_context(rows) for rows in CONTEXT_ROWS}
         self._markovs = {rows: self._build_markov(rows) for rows in range(1, MARKOV_ROWS + 1)}
@@ -216,7 +217,7 @@ class SpecializedDraft:
         buffers["row_rotation"] = torch.zeros(rows, config.mla.rope_dim)
         buffers["row_pages"] = torch.zeros(rows, deployment.max_pages, dtype=torch.int32)
         ops: list[tuple[str, int | None, Any]] = [("draft_context", None, self._weights)]
-        for layer, weights in enumerate(self._weights.model.layers):
+        for layer, weights in enumerate(self._weights.layers):
             ops.append(("draft_insert", layer, weights))
         return _NativeProgram.of(deployment, buffers, rows, ops)
 

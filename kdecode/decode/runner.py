@@ -123,10 +123,12 @@ class StepRunner:
         self._plans: dict[tuple[int, int], DecodePlan] = {}
         self._verify_rows = verify_rows
         self._logged: set[str] = set()
+        # Of the native plans; None where there are none.
+        self.deployment: Deployment | None = None
         # Of the last step: what the draft reads of each of its rows, [R, taps, M].
         self.last_taps: torch.Tensor | None = None
         if engine.decode_backend == "latency_specialized":
-            deployment = deployment_of(packed.config, engine)
+            deployment = self.deployment = deployment_of(packed.config, engine)
             for rows, each in plan_sizes(verify_rows):
                 self._plans[rows, each] = latency_specialized.build(
                     deployment, packed, caches, rows, each

@@ -14,12 +14,11 @@ from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.config_speculative import SpeculativeConfig
-from kdecode.decode.draft_standard import StandardDraft
 from kdecode.decode.runner import StepRunner
+from kdecode.engine.draft import DraftWeights, make_forward
 from kdecode.engine.judge import Judge
 from kdecode.engine.sampling import BadLogits, Choice
 from kdecode.engine.scheduler import ScheduledStep, Share
-from kdecode.model.draft_layout import PackedDraft
 from kdecode.model.layout import PackedModel
 from kdecode.speculative.dspark import DsparkProposer
 from kdecode.speculative.loop import SpeculativeLoop, with_drafts
@@ -68,14 +67,14 @@ class Speculation:
     def of(
         engine: EngineConfig,
         draft: DraftConfig,
-        weights: PackedDraft,
+        weights: DraftWeights,
         packed: PackedModel,
         runner: StepRunner,
         caches: Caches,
     ) -> Speculation:
         """The rounds that an engine's configuration asks for."""
         assert engine.speculative is not None
-        forward = StandardDraft(weights, draft, packed, caches, engine)
+        forward = make_forward(weights, draft, engine, packed, runner, caches)
         proposer = DsparkProposer(engine.speculative, forward)
         return Speculation(engine.speculative, proposer, runner, caches)
 

@@ -22,6 +22,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode.runner import StepRunner, callers_threads, resolve
+from kdecode.engine.draft import DraftWeights, pack_weights
 from kdecode.engine.judge import choose
 from kdecode.engine.loop import StepResult
 from kdecode.engine.preflight import check_deployment
@@ -29,7 +30,6 @@ from kdecode.engine.request import Request, TokenLogprobs
 from kdecode.engine.sampling import token_logprobs
 from kdecode.engine.scheduler import ScheduledStep
 from kdecode.engine.speculation import Speculation, draft_config, verify_rows
-from kdecode.model.draft_layout import PackedDraft, pack_draft
 from kdecode.model.draft_weights import load_draft
 from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, pack_model, tile_format
 from kdecode.model.weights import CheckpointReader
@@ -75,10 +75,12 @@ class Worker:
             engine.device,
             engine.isa,
         )
-        self.packed_draft: PackedDraft | None = None
+        self.packed_draft: DraftWeights | None = None
         if self.draft is not None and engine.speculative is not None:
             loaded = load_draft(engine.speculative.model, self.draft)
-            self.packed_draft = pack_draft(loaded, self.draft, engine.device)
+            self.packed_draft = pack_weights(
+                loaded, self.draft, engine, self.config, trunk_format(engine)
+            )
         packed = time.perf_counter()
         self.caches = allocate_caches(self.packed, engine, self.draft)
         self.runner = StepRunner(self.packed, self.caches, engine, self.draft, verify_rows(engine))
@@ -219,7 +221,7 @@ def weights_digest(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def packed_bytes(packed: PackedModel | PackedDraft | None) -> int:
+def packed_bytes(packed: PackedModel | DraftWeights | None) -> int:
     """Memory of all packed tensors, each counted once."""
     seen: dict[int, int] = {}
 

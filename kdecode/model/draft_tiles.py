@@ -16,22 +16,38 @@ from kdecode.config import Activation, KdaConfig, MlaConfig, ModelConfig, MoeCon
 from kdecode.config_draft import DraftConfig
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.model.draft_parameters import DraftParameters
-from kdecode.model.layout import PackedModel, TrunkFormat, pack_layer, pack_matrix
+from kdecode.model.layout import (
+    PackedLayer,
+    PackedModel,
+    TrunkFormat,
+    pack_layer,
+    pack_matrix,
+)
 from kdecode.model.outline import outline_model
 from kdecode.model.parameters import LayerParameters, MlaParameters
 
 
 @dataclass(frozen=True)
 class DraftPlanWeights:
-    """model: the stack, with the embedding and the head that the draft runs with."""
+    """embed and head: the draft's own, or None."""
 
-    model: PackedModel
+    config: ModelConfig
+    embed: Tensor | None  # [vocab, M]
+    head: Matrix | None  # [vocab, M]
+    layers: tuple[PackedLayer, ...]
+    norm: Tensor  # [M] fp32
     context_proj: Matrix  # [M, taps*M]
     context_norm: Tensor  # [M] fp32
     tap_norms: Tensor | None  # [taps, M] fp32
     markov_in: Tensor  # [vocab, R] bf16
     markov_out: Matrix  # [vocab, R]
     confidence: tuple[Tensor, Tensor] | None  # [M + R] and [1], fp32
+
+    def model(self, target: PackedModel) -> PackedModel:
+        """The stack, with the target's embedding and head where it has none of its own."""
+        embed = target.embed if self.embed is None else self.embed
+        head = target.head if self.head is None else self.head
+        return PackedModel(self.config, embed, self.layers, None, self.norm, head)
 
 
 def refuse_layout(config: DraftConfig) -> list[str]:
@@ -82,7 +98,6 @@ def plan_config(config: DraftConfig) -> ModelConfig:
 def pack_draft_plan(
     p: DraftParameters,
     config: DraftConfig,
-    target: PackedModel,
     trunk_format: TrunkFormat,
     isa: str | None,
 ) -> DraftPlanWeights:
@@ -100,14 +115,16 @@ def pack_draft_plan(
             mlp=layer.mlp,
         )
         layers.append(pack_layer(parameters, model_config, trunk_format, isa))
-    embed = target.embed if p.embed is None else p.embed.clone()
-    head = target.head if p.lm_head is None else pack_matrix(p.lm_head, trunk_format, isa)
     norms = None if p.tap_norms is None else torch.stack([norm.float() for norm in p.tap_norms])
     confidence = None
     if p.confidence is not None:
         confidence = p.confidence.weight.float(), p.confidence.bias.float()
     return DraftPlanWeights(
-        model=PackedModel(model_config, embed, tuple(layers), None, p.norm.float(), head),
+        config=model_config,
+        embed=None if p.embed is None else p.embed.clone(),
+        head=None if p.lm_head is None else pack_matrix(p.lm_head, trunk_format, isa),
+        layers=tuple(layers),
+        norm=p.norm.float(),
         context_proj=pack_matrix(p.context_proj, trunk_format, isa),
         context_norm=p.context_norm.float(),
         tap_norms=norms,

@@ -76,10 +76,10 @@ def make(mini_checkpoint: Path, tmp_path: Path) -> Callable[..., Case]:
         caches = Caches.allocate(packed.config, "cpu", 1, 48, PAGE_TOKENS, draft=config)
         for pool in caches.draft.values():
             poison_(pool)
-        weights = pack_draft_plan(p, config, packed, trunk, None)
+        weights = pack_draft_plan(p, config, trunk, None)
         deployment = _deployment(packed.config, isa)
         assert draft_specialized.refuse(config, deployment, NUM_DRAFTS) == []
-        draft = SpecializedDraft(weights, config, caches, deployment, NUM_DRAFTS)
+        draft = SpecializedDraft(weights, config, packed, caches, deployment, NUM_DRAFTS)
         target = CheckpointReader(mini_checkpoint).load_model()
         return Case(config, p, target, caches, draft)
 

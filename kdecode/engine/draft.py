@@ -1,0 +1,68 @@
+"""Which forward a draft has: the native plan where backend and layout allow it, else torch.
+
+Owns that choice, made once before the draft's weights are packed, because the two read different
+layouts, and logged with its reasons. Does not know rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kdecode.cache.caches import Caches
+from kdecode.config import EngineConfig, ModelConfig
+from kdecode.config_draft import DraftConfig
+from kdecode.decode import draft_specialized
+from kdecode.decode.draft_specialized import SpecializedDraft
+from kdecode.decode.draft_standard import StandardDraft
+from kdecode.decode.runner import StepRunner, deployment_of
+from kdecode.model.draft_layout import PackedDraft, pack_draft
+from kdecode.model.draft_parameters import DraftParameters
+from kdecode.model.draft_tiles import DraftPlanWeights, pack_draft_plan
+from kdecode.model.layout import PackedModel, TrunkFormat
+from kdecode.speculative.dspark import DraftForward
+
+log = logging.getLogger(__name__)
+
+DraftWeights = PackedDraft | DraftPlanWeights
+
+
+def plan_refusals(engine: EngineConfig, draft: DraftConfig, target: ModelConfig) -> list[str]:
+    """Every reason why the draft runs in torch; [] where it has a native plan."""
+    assert engine.speculative is not None
+    if engine.decode_backend != "latency_specialized":
+        return [f"decode_backend is {engine.decode_backend}."]
+    deployment = deployment_of(target, engine, runs=False)
+    return draft_specialized.refuse(draft, deployment, engine.speculative.num_speculative_tokens)
+
+
+def pack_weights(
+    parameters: DraftParameters,
+    draft: DraftConfig,
+    engine: EngineConfig,
+    target: ModelConfig,
+    trunk_format: TrunkFormat,
+) -> DraftWeights:
+    """Copies a draft out of its mapped file, as its forward reads it."""
+    reasons = plan_refusals(engine, draft, target)
+    if not reasons:
+        return pack_draft_plan(parameters, draft, trunk_format, engine.isa)
+    if engine.decode_backend == "latency_specialized":
+        log.info("the draft runs in torch: %s", " ".join(reasons))
+    return pack_draft(parameters, draft, engine.device)
+
+
+def make_forward(
+    weights: DraftWeights,
+    draft: DraftConfig,
+    engine: EngineConfig,
+    packed: PackedModel,
+    runner: StepRunner,
+    caches: Caches,
+) -> DraftForward:
+    """The forward that reads these weights. The native one shares the threads of the target's."""
+    if isinstance(weights, PackedDraft):
+        return StandardDraft(weights, draft, packed, caches, engine)
+    assert engine.speculative is not None
+    assert runner.deployment is not None
+    count = engine.speculative.num_speculative_tokens
+    return SpecializedDraft(weights, draft, packed, caches, runner.deployment, count)
