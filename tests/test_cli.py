@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kdecode.cli import main
+from kdecode.model.draft_synthesis import make_draft
 
 ENGINE = ["--threads", "1", "--page-tokens", "16"]
 
@@ -506,3 +507,75 @@ def test_progress_is_one_line_on_a_terminal_and_a_line_a_phase_elsewhere(
         bar.clear()
         assert re.fullmatch(expected, stream.getvalue())
         assert stream.isatty() == ("block 2 of 2, prompt 2 of 2" in stream.getvalue())
+
+
+def _speculative(checkpoint: Path, **settings: object) -> str:
+    """A --speculative-config with a random draft beside the checkpoint."""
+    directory = checkpoint.parent / "mini-draft"
+    if not directory.exists():
+        make_draft(directory, "mini", "inferact", seed=0)
+    return json.dumps({"model": str(directory), "num_speculative_tokens": 3, **settings})
+
+
+def test_generate_with_a_draft(capsys: pytest.CaptureFixture[str], mini_checkpoint: Path) -> None:
+    common = ("generate", mini_checkpoint, "--prompt", "the cat", "--max-tokens", 8, *ENGINE)
+    common = (*common, "--ignore-eos")
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    for settings, is_valid in (({}, True), (synthetic, False)):
+        given = ("--speculative-config", _speculative(mini_checkpoint, **settings))
+        code, out, _ = _run(capsys, *common, *given, "--json")
+        document = json.loads(out)
+        assert (code, document["outputs_valid"]) == (0, is_valid)
+        found = document["speculation"]
+        assert found["rounds"] == found["steps"] > 0
+        assert found["is_synthetic"] is not is_valid
+        assert document["metrics"]["speculation"]["rounds"] == found["rounds"]
+        assert document["config"]["speculative"]["num_speculative_tokens"] == 3
+        assert len(document["token_ids"]) == 8
+    assert found["acceptance_length"] == 3.0
+    _, _, err = _run(capsys, *common, *given)
+    assert "SYNTHETIC acceptance, no answer of the model: 3.00 tokens a round" in err
+
+
+def test_compare_with_a_draft_makes_two_tables(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "comparison.json"
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}
+    code, out, _ = _run(
+        capsys,
+        *("compare", mini_checkpoint, "--prompts", 1, "--prompt-tokens", 5, "--blocks", 2),
+        *("--output-tokens", 7, "--arm-b", "auto", "--json", path, *ENGINE),
+        *("--speculative-config", _speculative(mini_checkpoint, **synthetic)),
+    )
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert code == 0
+    assert sorted(document) == ["plain", "speculative"]
+    assert document["plain"]["engines"][0]["speculation"] is None
+    found = document["speculative"]["engines"][0]["speculation"]
+    assert found["acceptance_length"] == pytest.approx(3.0)
+    assert found["draft_ns"] > 0
+    plain, _, speculative = out.partition("speculation dspark with 3 drafts, SYNTHETIC acceptance")
+    assert "speculation none" in plain
+    assert "SYNTHETIC: 3.00 tokens a round were asked for" in speculative
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens"),
+        ({"draft_length": 3}, "draft_length is 3, which is no setting"),
+        ({"num_speculative_tokens": 8}, "trained for at most 7"),
+        ({"model": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_a_wrong_speculative_config_ends_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    mini_checkpoint: Path,
+    settings: dict[str, object],
+    message: str,
+) -> None:
+    given = ("--speculative-config", _speculative(mini_checkpoint, **settings))
+    code, out, err = _run(capsys, "generate", mini_checkpoint, "--prompt", "a", *given, *ENGINE)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]

@@ -145,6 +145,11 @@ class Comparison:
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
 
+    @property
+    def is_synthetic(self) -> bool:
+        """Drafts were accepted at stated rates: the texts are no answers of the model."""
+        return any(run.record.acceptance_source == "synthetic" for run in self.runs)
+
 
 def compare(
     arm_a: Arm,
@@ -169,7 +174,9 @@ def compare(
         summarize([run.record for run in runs if run.arm == 1]),
     )
     agreement = None
-    if not differences:
+    # Where drafts are accepted at stated rates, there are no answers to compare.
+    has_answers = all(run.record.acceptance_source != "synthetic" for run in runs)
+    if not differences and has_answers:
         agreement = _check_outputs(arm_b, prompts, runs, settings.near_tie, progress)
     pairs = _pairs(runs)
     unequal_pairs = sum(a.n != b.n for block in pairs for a, b in block)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdecode.bench.agreement import AgreementStep
-from kdecode.bench.metrics import GenerationRecord, MetricError
+from kdecode.bench.metrics import AcceptanceSource, GenerationRecord, MetricError
 from kdecode.engine.engine import LLM
 from kdecode.engine.request import Output, SamplingParams
 
@@ -60,4 +60,12 @@ def record_of(output: Output) -> GenerationRecord:
         prefill_ns=output.timing.prefill_ns,
         decode_steps=dict(steps),
         fallback_reasons=dict(reasons),
+        acceptance_source=acceptance_source(output),
     )
+
+
+def acceptance_source(output: Output) -> AcceptanceSource:
+    """Whether drafts were accepted, and by whose judgement."""
+    if not output.rounds.rounds:
+        return "none"
+    return "synthetic" if output.rounds.is_synthetic else "model"

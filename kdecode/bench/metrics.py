@@ -19,6 +19,8 @@ import numpy as np
 SPECIALIZED = "specialized"
 STANDARD = "standard"
 
+AcceptanceSource = Literal["none", "model", "synthetic"]
+
 # Below this many values a 99th percentile is an extrapolation from a handful of them.
 MIN_VALUES_P99 = 300
 
@@ -129,7 +131,8 @@ class GenerationRecord:
     start_ns: the request was handed to the engine. token_ns: when each token was known, in the
     order of token_ids. prefill_ns: time inside prefill steps. decode_steps: number of decode steps
     by path (`specialized`, `standard`). fallback_reasons: why the standard ones were not
-    specialized. speculation and acceptance_source are "none" until drafts exist.
+    specialized. acceptance_source: who judged the drafts of the reply, if there were any; where it
+    is "synthetic", the tokens are no answer of the model.
     """
 
     prompt_tokens: int
@@ -139,8 +142,7 @@ class GenerationRecord:
     prefill_ns: int
     decode_steps: Mapping[str, int]
     fallback_reasons: Mapping[str, int]
-    speculation: Literal["none"] = "none"
-    acceptance_source: Literal["none"] = "none"
+    acceptance_source: AcceptanceSource = "none"
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.token_ns) or not self.token_ids:

@@ -95,9 +95,17 @@ def _header(comparison: Comparison, machine: Machine) -> list[str]:
         *used,
         f"design: {counted(prompts, 'prompt')}, {settings.blocks} {settings.order} blocks, "
         f"max_tokens {settings.max_tokens}, greedy, seed {settings.seed}, one request at a time, "
-        f"speculation none, prompts sha256 {comparison.prompts_sha256[:12]}",
+        f"{_speculation(comparison)}, prompts sha256 {comparison.prompts_sha256[:12]}",
         f"warm-up (discarded): {warmups}",
     ]
+
+
+def _speculation(comparison: Comparison) -> str:
+    resolved = comparison.configs[0].get("speculative")
+    if resolved is None:
+        return "speculation none"
+    text = f"speculation {resolved['method']} with {resolved['num_speculative_tokens']} drafts"
+    return f"{text}, SYNTHETIC acceptance" if comparison.is_synthetic else text
 
 
 def _measured_table(comparison: Comparison, machine: Machine) -> list[str]:
@@ -151,6 +159,11 @@ def _coverage_lines(comparison: Comparison) -> list[str]:
 def _agreement_lines(comparison: Comparison) -> list[str]:
     agreement = comparison.agreement
     if agreement is None:
+        if comparison.is_synthetic:
+            return [
+                "outputs: NOT VALID: drafts were accepted at stated rates, whatever they were, so "
+                "that no text is an answer of the model; not compared"
+            ]
         return ["outputs: not checked, because the arms are not comparable"]
     reference, candidate = comparison.arm_names
     near_tie = comparison.settings.near_tie

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kdecode.config import CacheDtype, DecodeBackend, EngineConfig, Isa, LosslessPacking
+from kdecode.config import (
+    CacheDtype,
+    ConfigError,
+    DecodeBackend,
+    EngineConfig,
+    Isa,
+    LosslessPacking,
+)
+from kdecode.config_speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from kdecode.engine.engine import LLM
@@ -125,8 +133,26 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool =
     group.add_argument("--engine-seed", type=int, default=defaults.seed)
 
 
+def add_speculative_argument(parser: argparse._ActionsContainer) -> None:
+    """For commands that decode, which a draft makes faster."""
+    parser.add_argument(
+        "--speculative-config",
+        type=_speculative_config,
+        metavar="JSON",
+        help="a draft model and how it is used, with vLLM's names: docs/speculative.md",
+    )
+
+
+def _speculative_config(text: str) -> SpeculativeConfig:
+    """An argparse type."""
+    try:
+        return SpeculativeConfig.from_json(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
-    """The arguments of `add_engine_arguments` as a configuration. Raises ConfigError."""
+    """What `add_engine_arguments` and `add_speculative_argument` read. Raises ConfigError."""
     given: dict[str, Any] = {
         "device": args.device,
         "num_threads": args.threads,
@@ -137,6 +163,8 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
         "page_tokens": args.page_tokens,
         "seed": args.engine_seed,
     }
+    if hasattr(args, "speculative_config"):
+        given["speculative"] = args.speculative_config
     if hasattr(args, "decode_backend"):
         given["decode_backend"] = args.decode_backend
     return EngineConfig(**{**given, **settings})

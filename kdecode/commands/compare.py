@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
     add_model_argument,
+    add_speculative_argument,
     check_output_file,
     context_tokens,
     engine_config,
@@ -21,13 +24,17 @@ from kdecode.commands.common import (
     table,
     write_json,
 )
-from kdecode.config import DecodeBackend
+from kdecode.config import DecodeBackend, EngineConfig
+from kdecode.config_speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
+    from kdecode.bench.compare import CompareSettings
     from kdecode.bench.engine_arm import EngineArm
 
 HELP = "measure two decode backends against each other"
 DESCRIPTION = (
+    "With --speculative-config both backends are measured twice: plainly, and with drafts; the two "
+    "are never in one table. "
     "Exit codes: 0 for a verdict about speed, 3 when the arms are not comparable, 4 when their "
     "outputs differ, 5 when the specialised path was not exercised."
 )
@@ -38,6 +45,8 @@ DESCRIPTION = (
 # calibration. A wrong backend misses by several units.
 NEAR_TIE_ATOL = 0.0
 NEAR_TIE_RTOL = 0.05
+# Of a step with drafts: proposing them; the target's step and the verdicts; moving the caches.
+_TIMES = ("draft_ns", "verify_ns", "commit_ns")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,14 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--near-tie-rtol", type=float, default=NEAR_TIE_RTOL)
     parser.add_argument("--json", metavar="PATH", help="also write all of it to PATH; - is stdout")
     add_engine_arguments(parser, has_backend=False)
+    add_speculative_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from kdecode.bench.agreement import NearTie
-    from kdecode.bench.compare import CompareSettings, compare
-    from kdecode.bench.engine_arm import EngineArm
-    from kdecode.bench.machine import read_machine
-    from kdecode.bench.report import render, to_json
+    from kdecode.bench.compare import CompareSettings
     from kdecode.commands.common import InputError
     from kdecode.engine.preflight import check_deployment
     from kdecode.model.weights import CheckpointReader
@@ -80,31 +87,78 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_output_file(args.json)
     directory = model_directory(args)
+    kinds = [None] if args.speculative_config is None else [None, args.speculative_config]
+    configs = [_arm_configs(args, speculative) for speculative in kinds]
+    # Before one arm is packed for nothing; auto last, because what it says a refusal says, too.
+    every = [config for pair in configs for config in pair]
+    for config in sorted(every, key=lambda config: config.decode_backend == "auto"):
+        check_deployment(CheckpointReader(directory), config)
+    # Where the document goes to stdout, nothing else does.
+    report = sys.stderr if args.json == "-" else sys.stdout
+    documents, codes = [], []
+    for pair in configs:
+        found = _measure(args, directory, pair, settings)
+        print("\n".join(found.tables), file=report)
+        documents.append(found.document)
+        codes.append(found.exit_code)
+    if args.json is not None:
+        document = documents[0]
+        if args.speculative_config is not None:
+            document = dict(zip(("plain", "speculative"), documents, strict=True))
+        write_json(document, args.json)
+    # What keeps a ratio from being printed weighs more than one that was.
+    return max(codes)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    tables: list[str]
+    document: dict[str, Any]
+    exit_code: int
+
+
+def _arm_configs(
+    args: argparse.Namespace, speculative: SpeculativeConfig | None
+) -> list[EngineConfig]:
     length = context_tokens(args.prompt_tokens + args.output_tokens)
-    configs = [
-        engine_config(args, decode_backend=backend, max_context_tokens=length, max_requests=1)
+    return [
+        engine_config(
+            args,
+            decode_backend=backend,
+            max_context_tokens=length,
+            max_requests=1,
+            speculative=speculative,
+        )
         for backend in (args.arm_a, args.arm_b)
     ]
-    # Before one arm is packed for nothing; auto last, because what it says a refusal says, too.
-    for config in sorted(configs, key=lambda config: config.decode_backend == "auto"):
-        check_deployment(CheckpointReader(directory), config)
+
+
+def _measure(
+    args: argparse.Namespace,
+    directory: Path,
+    configs: list[EngineConfig],
+    settings: CompareSettings,
+) -> _Measured:
+    """One comparison of the two backends, in engines of its own."""
+    from kdecode.bench.compare import compare
+    from kdecode.bench.engine_arm import EngineArm
+    from kdecode.bench.machine import read_machine
+    from kdecode.bench.report import render, to_json
+
     arms = [
         EngineArm(name, open_model(directory, config))
         for name, config in zip(_names(args.arm_a, args.arm_b), configs, strict=True)
     ]
-    prompts = _prompts(arms[0], args)
     bar = ProgressBar()
-    comparison = compare(arms[0], arms[1], prompts, settings, bar.message)
+    comparison = compare(arms[0], arms[1], _prompts(arms[0], args), settings, bar.message)
     bar.clear()
     machine = read_machine()
-    # Where the document goes to stdout, nothing else does.
-    report = sys.stderr if args.json == "-" else sys.stdout
-    print(render(comparison, machine), file=report)
     engines = [_engine_facts(arm) for arm in arms]
-    print(_engine_table(engines), file=report)
-    if args.json is not None:
-        write_json({**to_json(comparison, machine), "engines": engines}, args.json)
-    return comparison.exit_code
+    tables = [render(comparison, machine), _engine_table(engines)]
+    if configs[0].speculative is not None:
+        tables += ["", _rounds_table(engines, configs[0].speculative)]
+    document = {**to_json(comparison, machine), "engines": engines}
+    return _Measured(tables, document, comparison.exit_code)
 
 
 def _names(arm_a: str, arm_b: str) -> tuple[str, str]:
@@ -126,7 +180,9 @@ def _engine_facts(arm: EngineArm) -> dict[str, Any]:
         "name": arm.name,
         **stats["build"],
         "packed_bytes": stats["packed_bytes"],
+        "draft_bytes": stats["draft_bytes"],
         "cache_bytes": stats["cache_bytes"],
+        "speculation": stats["speculation"],
     }
 
 
@@ -145,3 +201,34 @@ def _engine_table(engines: list[dict[str, Any]]) -> str:
             )
         )
     return table(rows)
+
+
+def _rounds_table(engines: list[dict[str, Any]], config: SpeculativeConfig) -> str:
+    """What became of the drafts of each arm, warm-up included, and the time of its steps."""
+    head = ("engine", "rounds", "tokens a round", "emitted", "accepted", "by place")
+    rows = [(*head, "draft", "verify", "commit")]
+    for engine in engines:
+        found = engine["speculation"]
+        steps = max(found["steps"], 1)
+        places = ["-" if rate is None else f"{rate:.2f}" for rate in found["rate_by_place"]]
+        times = [f"{found[name] / steps / 1e6:.3f} ms" for name in _TIMES]
+        rows.append(
+            (
+                engine["name"],
+                str(found["rounds"]),
+                _figure(found["acceptance_length"]),
+                _figure(found["emitted_length"]),
+                _figure(found["acceptance_rate"]),
+                " ".join(places),
+                *times,
+            )
+        )
+    text = table(rows)
+    if config.is_synthetic:
+        asked = 1 + sum(config.acceptance_rates())
+        text += f"\nSYNTHETIC: {asked:.2f} tokens a round were asked for; texts are no answers"
+    return text
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

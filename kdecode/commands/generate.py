@@ -12,6 +12,7 @@ from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
     add_model_argument,
+    add_speculative_argument,
     context_tokens,
     engine_config,
     model_directory,
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-tokens", type=int, default=0)
     sampling.add_argument("--ignore-eos", action="store_true")
     add_engine_arguments(parser)
+    add_speculative_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         write_json(_document(llm, output, metrics, reply if args.chat else None), "-")
     else:
         print(_metrics_line(metrics, output), file=sys.stderr)
+        if metrics and metrics["speculation"] is not None:
+            print(speculation_line(metrics["speculation"]), file=sys.stderr)
     if output.error is not None:
         print(f"kdecode generate: the reply broke: {output.error}", file=sys.stderr)
         return EXIT_BROKEN
@@ -183,7 +187,20 @@ def _metrics(output: Output) -> dict[str, Any]:
         "coverage": record.decode_steps.get(SPECIALIZED, 0) / total if total else None,
         "decode_steps": dict(record.decode_steps),
         "fallback_reasons": dict(record.fallback_reasons),
+        "speculation": output.rounds.figures() if output.rounds.rounds else None,
     }
+
+
+def speculation_line(figures: dict[str, Any]) -> str:
+    """One line about the rounds of a reply."""
+    kind = "SYNTHETIC acceptance, no answer of the model" if figures["is_synthetic"] else "drafts"
+    places = ", ".join("-" if rate is None else f"{rate:.2f}" for rate in figures["rate_by_place"])
+    return (
+        f"{kind}: {figures['acceptance_length']:.2f} tokens a round as verified, "
+        f"{figures['emitted_length']:.2f} as emitted, in {figures['rounds']} rounds; accepted "
+        f"{100 * figures['acceptance_rate']:.0f} % of {figures['drafted_tokens']} drafts, by place "
+        f"{places}"
+    )
 
 
 def _metrics_line(metrics: dict[str, Any], output: Output) -> str:
@@ -212,6 +229,8 @@ def _document(
         "error": output.error,
         "metrics": metrics,
         "load": llm.stats()["build"],
+        "speculation": llm.stats()["speculation"],
+        "outputs_valid": llm.resolved_config()["outputs_valid"],
         "config": llm.resolved_config(),
     }
     if chat is not None:

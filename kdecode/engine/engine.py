@@ -59,6 +59,7 @@ from kdecode.model.chat import (
     encode_chat,
 )
 from kdecode.model.tokenizer import IncrementalDetokenizer, Tokenizer
+from kdecode.speculative.stats import RoundStats
 
 Prompt = str | Sequence[int]
 
@@ -251,8 +252,11 @@ class LLM:
         speculation = self._worker.speculation
         if speculation is None:
             return None
-        times = dataclasses.asdict(speculation.times)
-        return {**self._loop.rounds.figures(), **times}
+        total = RoundStats()
+        for rounds in self._loop.rounds.values():
+            total.merge(rounds)
+        kinds = {kind: rounds.figures() for kind, rounds in self._loop.rounds.items()}
+        return {**total.figures(), **dataclasses.asdict(speculation.times), **kinds}
 
     def resolved_config(self) -> dict[str, Any]:
         """Everything that was decided, read from the running engine.

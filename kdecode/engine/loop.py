@@ -87,8 +87,8 @@ class StepLoop:
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._untold: list[Event] = []
-        # Of all requests.
-        self.rounds = RoundStats()
+        # Greedy requests and those that sample accept at rates of their own.
+        self.rounds = {"greedy": RoundStats(), "sampled": RoundStats()}
         # Told of every step that ran, inside `step`.
         self.watcher: Callable[[StepRecord], None] | None = None
 
@@ -207,7 +207,8 @@ class StepLoop:
                 break
         # Drafts of a reply that is followed say nothing about a draft model.
         if choice.verdict is not None and not is_followed:
-            for stats in (request.rounds, self.rounds):
+            kind = "greedy" if request.params.is_greedy else "sampled"
+            for stats in (request.rounds, self.rounds[kind]):
                 stats.record(choice.verdict, len(events))
         return events
 

@@ -14,6 +14,7 @@ from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.runner import check_processor, deployment_of, resolve
+from kdecode.engine.speculation import draft_config
 from kdecode.model.weights import CheckpointReader
 
 
@@ -29,12 +30,18 @@ def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
         lambda: check_processor(engine),
         lambda: check_device(engine.device),
         lambda: check_cache_scales(reader, engine),
+        lambda: check_draft(reader.config, engine),
     )
 
 
 def check_description(config: ModelConfig, engine: EngineConfig) -> None:
     """The same without a checkpoint and for any machine."""
-    _check(config, engine, lambda: check_context(config, engine))
+    _check(
+        config,
+        engine,
+        lambda: check_context(config, engine),
+        lambda: check_draft(config, engine),
+    )
 
 
 def check_context(config: ModelConfig, engine: EngineConfig) -> None:
@@ -43,6 +50,11 @@ def check_context(config: ModelConfig, engine: EngineConfig) -> None:
             f"max_context_tokens is {engine.max_context_tokens:,}; the model was made for at most "
             f"{config.max_positions:,} positions."
         )
+
+
+def check_draft(config: ModelConfig, engine: EngineConfig) -> None:
+    """Raises ConfigError for a draft that is none, or that does not fit the model."""
+    draft_config(engine, config)
 
 
 def check_device(device: str) -> None:

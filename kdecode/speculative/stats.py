@@ -80,6 +80,7 @@ class RoundStats:
             "emitted_length": self.emitted_length,
             "acceptance_rate": self.acceptance_rate,
             "rate_by_place": self.rates,
+            "accepted_by_place": [self.accepted_at[place] for place in range(len(self.drafted_at))],
             "is_synthetic": self.is_synthetic,
         }
 

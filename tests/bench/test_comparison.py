@@ -19,7 +19,7 @@ from kdecode.bench.compare import (
     config_differences,
 )
 from kdecode.bench.machine import Machine, read_machine
-from kdecode.bench.metrics import FORMULAS, GenerationRecord
+from kdecode.bench.metrics import FORMULAS, AcceptanceSource, GenerationRecord
 from kdecode.bench.report import SCHEMA_VERSION, render, to_json
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
@@ -53,6 +53,7 @@ class ScriptedArm:
     wrong: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     tokens: tuple[int, ...] = tuple(range(100, 121))
     prompts: list[tuple[int, ...]] = field(default_factory=list)
+    source: AcceptanceSource = "none"
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -77,6 +78,7 @@ class ScriptedArm:
             prefill_ns=first,
             decode_steps={"specialized": specialized, "standard": standard},
             fallback_reasons={reason: standard} if standard else {},
+            acceptance_source=self.source,
         )
 
     def agree(
@@ -323,3 +325,32 @@ def test_machine_facts_are_read() -> None:
     assert machine.cores >= 1
     assert machine.peak_rss_bytes > 2**20
     assert machine.versions["numpy"] != "not installed"
+
+
+def _drafting(source: AcceptanceSource) -> dict[str, Any]:
+    config = {**CONFIG, "speculative": {"method": "dspark", "num_speculative_tokens": 7}}
+    return {"source": source, "config": config, "wrong": {3: (1, 5.0)}}
+
+
+def test_synthetic_acceptance_is_measured_and_its_outputs_are_not_compared() -> None:
+    """A wrong token is no finding where tokens are accepted whatever they are."""
+    found = compare(
+        auto(**_drafting("synthetic")),
+        special(token_ms=5.0, **_drafting("synthetic")),
+        PROMPTS,
+        settings(blocks=2),
+    )
+    assert (found.agreement, found.verdict, found.is_synthetic) == (None, "faster", True)
+    text = render(found, MACHINE)
+    assert "outputs: NOT VALID" in text
+    assert "speculation dspark with 7 drafts, SYNTHETIC acceptance" in text
+    assert to_json(found, MACHINE)["runs"][0]["record"]["acceptance_source"] == "synthetic"
+
+
+def test_outputs_of_real_drafts_are_compared() -> None:
+    arms = auto(**_drafting("model")), special(token_ms=5.0, **_drafting("model"))
+    found = compare(*arms, PROMPTS, settings(blocks=2))
+    assert found.verdict == "outputs differ"
+    text = render(found, MACHINE)
+    assert "speculation dspark with 7 drafts, prompts" in text
+    assert "NOT VALID" not in text
