@@ -82,13 +82,33 @@ def _mxfp4(
     values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64)[codes.long()]
     dense = values * torch.exp2(scales.double() - 127).repeat_interleave(32, dim=1)
 
-    # columns: group, block of 8, nibble, parity; the nibbles of a 16-bit word from the low end up
-    split = _pad_rows(codes, 0).view(-1, 16, cols // 32, 4, 4, 2).int()
-    low, high = split[..., 0, :] | split[..., 1, :] << 4, split[..., 2, :] | split[..., 3, :] << 4
-    pairs = torch.stack([low, high], dim=-1).to(torch.uint8)  # [tile, row, group, block, parity, 2]
-    data = pairs.permute(0, 2, 3, 1, 4, 5).reshape(-1, cols // 32, 256).contiguous()
+    data = _nibbles(codes).view(-1, cols // 32, 256)
     packed_scales = _pad_rows(scales, 127).view(-1, 16, cols // 32).permute(0, 2, 1).contiguous()
     return RandomMatrix(Matrix("mxfp4_tiles", rows, cols, data, packed_scales), dense)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 [rows, cols] -> [tile, group, block, 64] bytes."""
+    # columns: group, block of 8, nibble, parity; the nibbles of a 16-bit word from the low end up
+    split = _pad_rows(codes, 0).view(-1, 16, codes.shape[1] // 32, 4, 4, 2).int()
+    low, high = split[..., 0, :] | split[..., 1, :] << 4, split[..., 2, :] | split[..., 3, :] << 4
+    pairs = torch.stack([low, high], dim=-1).to(torch.uint8)  # [tile, row, group, block, parity, 2]
+    return pairs.permute(0, 2, 3, 1, 4, 5).flatten(3).contiguous()
+
+
+def _integers(rows: int, cols: int, generator: torch.Generator, bits: int) -> RandomMatrix:
+    """All codes that there are, -128 among them, and scales of both signs."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    codes = torch.randint(low, high, (rows, cols), generator=generator)
+    scales = torch.randn(rows, cols // 32, generator=generator).to(torch.bfloat16)
+    dense = codes.double() * scales.double().repeat_interleave(32, dim=1)
+    data = _nibbles(codes & 15)
+    if bits == 8:
+        data = torch.stack([_nibbles(codes >> 4 & 15), data], dim=3)
+    packed_scales = _pad_rows(scales, 0).view(-1, 16, cols // 32).permute(0, 2, 1).contiguous()
+    data = data.reshape(-1, cols // 32, bits * 64)
+    kind = "int8_tiles" if bits == 8 else "int4_tiles"
+    return RandomMatrix(Matrix(kind, rows, cols, data, packed_scales), dense)
 
 
 @pytest.fixture
@@ -107,6 +127,8 @@ def random_matrix() -> Callable[..., RandomMatrix]:
             return _bf16(rows, cols, generator)
         if matrix_format == "tiles12":
             return _bf16_in_12_bits(rows, cols, generator)
+        if matrix_format in ("int8_tiles", "int4_tiles"):
+            return _integers(rows, cols, generator, 8 if matrix_format == "int8_tiles" else 4)
         return _mxfp4(rows, cols, generator, scale_bytes)
 
     return make

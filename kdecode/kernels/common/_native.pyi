@@ -8,6 +8,8 @@ class TileFormat(Enum):
     bf16 = 0
     mxfp4 = 1
     packed12 = 2
+    int4 = 3
+    int8 = 4
 
 class Tiles:
     def __init__(

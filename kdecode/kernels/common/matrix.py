@@ -1,8 +1,9 @@
 """Packed weight matrices: what every linear kernel reads.
 
-A `Matrix` is W [rows, cols] in one of four formats (see ARCHITECTURE.md, "Packed weights", and
+A `Matrix` is W [rows, cols] in one of six formats (see ARCHITECTURE.md, "Packed weights", and
 ``native.h`` for the byte order). Packing is exact: `to_rows` gives back the same bf16 bits, and for
-MXFP4 the same codes and scales. Knows nothing of models.
+MXFP4 the same codes and scales; integers, in `integers.py`, are the exception. Knows nothing of
+models.
 
 Packed weights live in anonymous memory advised for huge pages (`empty_huge`); the ``out`` of the
 packing functions lets many matrices share one such block.
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP
 
-MatrixFormat = Literal["rows", "tiles", "tiles12", "mxfp4_tiles"]
+MatrixFormat = Literal["rows", "tiles", "tiles12", "mxfp4_tiles", "int8_tiles", "int4_tiles"]
+# Bits of a weight's code in the formats whose weights differ from what was packed.
+INTEGER_BITS = {"int8_tiles": 8, "int4_tiles": 4}
 
 TILE_ROWS = 16
 # Values of the E2M1 codes 0 to 7; code c + 8 is minus code c.
@@ -45,7 +48,9 @@ class Matrix:
     2], missing rows zero. "tiles12": the same in 12 bits a weight (`packed12.pack12`), ``data``
     uint8 [ceil(rows/16), 64 + 24 * cols], ``corrections`` int32 [*], which matrices that are parts
     of one may share. "mxfp4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 256], ``scales``
-    uint8 [ceil(rows/16), cols/32, 16]; missing rows have code 0 and scale 127.
+    uint8 [ceil(rows/16), cols/32, 16]; missing rows have code 0 and scale 127. "int8_tiles",
+    "int4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 512 or 256], ``scales`` bf16 as before;
+    missing rows are zero (`integers.py`).
     """
 
     format: MatrixFormat
@@ -170,6 +175,10 @@ def to_rows(matrix: Matrix) -> Tensor:
         pairs = torch.empty(lines.shape[0], TILE_ROWS, cols // 2, dtype=torch.int32)
         pairs.copy_(lines.transpose(1, 2))
         return pairs.view(-1, cols // 2)[:rows].view(torch.bfloat16)
+    if matrix.format in INTEGER_BITS:
+        from kdecode.kernels.common.integers import dequantise_integers
+
+        return dequantise_integers(matrix)
     codes, scale = to_mxfp4(matrix)
     low = _code_table()[(codes & 15).int()]
     high = _code_table()[(codes >> 4).int()]

@@ -69,11 +69,11 @@ int columns_multiple(TileFormat format) {
 Tiles make_tiles(std::uintptr_t data, std::uintptr_t scales, std::int64_t rows, std::int64_t cols, TileFormat format,
                  std::uintptr_t corrections) {
   const int multiple = columns_multiple(format);
-  const bool is_mxfp4 = format == TileFormat::kMxfp4;
-  if (data == 0 || rows < 1 || cols < multiple || cols % multiple != 0 || is_mxfp4 == (scales == 0)) {
+  const bool has_scales = columns_multiple(format) == 32;
+  if (data == 0 || rows < 1 || cols < multiple || cols % multiple != 0 || has_scales == (scales == 0)) {
     throw std::invalid_argument("Tiles of " + std::to_string(rows) + " rows and " + std::to_string(cols) +
                                 " columns: both have to be positive, the columns a multiple of " + std::to_string(multiple) +
-                                " in this format, and scales are there if and only if it is MXFP4.");
+                                " in this format, and scales are there if and only if a group of 32 columns has one.");
   }
   Tiles tiles;
   tiles.data = reinterpret_cast<const void*>(data);
@@ -140,7 +140,7 @@ void run_vmath(const std::string& isa, const std::string& function, std::uintptr
 
 void bind_types(nb::module_& m) {
   nb::enum_<TileFormat>(m, "TileFormat").value("bf16", TileFormat::kBf16).value("mxfp4", TileFormat::kMxfp4)
-      .value("packed12", TileFormat::kPacked12);
+      .value("packed12", TileFormat::kPacked12).value("int4", TileFormat::kInt4).value("int8", TileFormat::kInt8);
   nb::class_<Tiles>(m, "Tiles", "A packed matrix at given addresses; its memory is the caller's.")
       .def(nb::new_(&make_tiles), nb::arg("data"), nb::arg("scales"), nb::arg("rows"), nb::arg("cols"), nb::arg("format"),
            nb::arg("corrections") = 0)

@@ -8,7 +8,7 @@ namespace kdecode {
 using bf16 = std::uint16_t;  // bit pattern of a bfloat16
 using fp8 = std::uint8_t;    // bit pattern of an OCP E4M3 number
 
-enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1, kPacked12 = 2 };
+enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1, kPacked12 = 2, kInt4 = 3, kInt8 = 4 };
 
 // A packed matrix W of `rows` output rows (padded with zeros to a multiple of 16) and `cols` input columns.
 //
@@ -24,6 +24,10 @@ enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1, kPacked12 = 2 };
 //         high byte is in byte b of the codes, in the low nibble for lines 0 and 1, in the high one for lines 2 and 3.
 //         corrections: weights whose high byte is not in the table; each tile's own are in the order of its blocks. cols is a
 //         multiple of 8.
+// kInt4:  the codes of kMxfp4, but they are whole numbers from -8 to 7 in two's complement, and
+//         scales[((tile * (cols / 32) + group) * 16 + row_in_tile) * 2], bf16.
+// kInt8:  the same with whole numbers 16 * h + l, -8 <= h < 8 and 0 <= l < 16: a block of 8 columns is a 64-byte line of the h,
+//         then one of the l.
 struct Tiles {
   const void* data = nullptr;
   const std::uint8_t* scales = nullptr;
@@ -35,6 +39,8 @@ struct Tiles {
   std::int64_t num_tiles() const { return (rows + 15) / 16; }
   std::int64_t tile_bytes() const {
     if (format == TileFormat::kPacked12) return 64 + cols * 24;
+    if (format == TileFormat::kInt4) return cols / 32 * 288;
+    if (format == TileFormat::kInt8) return cols / 32 * 544;
     return format == TileFormat::kBf16 ? cols * 32 : cols / 32 * 272;
   }
 };

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kdecode.kernels.common import _native
-from kdecode.kernels.common.matrix import PACKED12_HEADER_BYTES, Matrix
+from kdecode.kernels.common.matrix import INTEGER_BITS, PACKED12_HEADER_BYTES, Matrix
 
 Pool = _native.Pool
 Program = _native.Program
@@ -71,14 +71,21 @@ def tiles(matrix: Matrix) -> Tiles:
         data = ptr(matrix.data, torch.uint8, (num_tiles, matrix.cols // 32, 256))
         scales = ptr(matrix.scales, torch.uint8, (num_tiles, matrix.cols // 32, 16))
         return Tiles(data, scales, matrix.rows, matrix.cols, _native.TileFormat.mxfp4)
+    if matrix.format in INTEGER_BITS:
+        assert matrix.scales is not None
+        bits, groups = INTEGER_BITS[matrix.format], matrix.cols // 32
+        data = ptr(matrix.data, torch.uint8, (num_tiles, groups, bits * 64))
+        scales = ptr(matrix.scales, torch.bfloat16, (num_tiles, groups, 16))
+        kind = _native.TileFormat.int4 if bits == 4 else _native.TileFormat.int8
+        return Tiles(data, scales, matrix.rows, matrix.cols, kind)
     if matrix.format == "tiles12":
         data = ptr(matrix.data, torch.uint8, (num_tiles, PACKED12_HEADER_BYTES + matrix.cols * 24))
         fixes = matrix.corrections
         address = 0 if fixes is None else ptr(fixes, torch.int32, fixes.shape)
         return Tiles(data, 0, matrix.rows, matrix.cols, _native.TileFormat.packed12, address)
     raise ValueError(
-        f"Native code reads matrices in tiles, tiles12 or mxfp4_tiles; this one is "
-        f"in {matrix.format}."
+        f"Native code reads matrices in tiles, tiles12, mxfp4_tiles, int8_tiles or "
+        f"int4_tiles; this one is in {matrix.format}."
     )
 
 

@@ -3,6 +3,7 @@
 //   dot_bf16(lines, pairs, num_rows, x, y)             y = 16 rows of W times x, W in kBf16 lines
 //   dot_mxfp4(codes, scales, groups, num_rows, x, y)   the same for MXFP4
 //   dot_packed12(tile, num_rows, x, y)                 the same for kPacked12: the very sums of dot_bf16
+//   dot_integers<bits>(codes, scales, groups, num_rows, x, y)   the same for kInt4 and kInt8
 //   decode_block(block, table, lines)                  192 bytes of a packed tile -> 4 kBf16 lines, not corrected
 //   decode_group(codes, lines)                         256 bytes of codes -> 16 kBf16 lines, not scaled
 //
@@ -15,10 +16,13 @@
 #if defined(__AVX512BF16__)
 #include "tile_dot_avx512.h"
 #include "tile_packed12_avx512.h"
+#include "tile_integer_avx512.h"
 #elif defined(__AVX2__)
 #include "tile_dot_avx2.h"
+#include "tile_integer_avx2.h"
 #else
 #include "tile_dot_portable.h"
+#include "tile_integer_portable.h"
 #endif
 #include "packed12_reader.h"
 
@@ -77,7 +81,14 @@ void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const
   }
   if (w.format == TileFormat::kPacked12) return dot_packed12(Packed12Tile(w, tile), num_rows, x, y);
   const std::int64_t groups = w.cols / kGroupColumns, first = tile * groups;
-  dot_mxfp4(static_cast<const std::uint8_t*>(w.data) + first * kGroupBytes, w.scales + first * kTileRows, groups, num_rows, x, y);
+  const auto* const codes = static_cast<const std::uint8_t*>(w.data);
+  if (w.format == TileFormat::kInt4) {
+    return dot_integers<4>(codes + first * integer_group_bytes(4), w.scales + first * 32, groups, num_rows, x, y);
+  }
+  if (w.format == TileFormat::kInt8) {
+    return dot_integers<8>(codes + first * integer_group_bytes(8), w.scales + first * 32, groups, num_rows, x, y);
+  }
+  dot_mxfp4(codes + first * kGroupBytes, w.scales + first * kTileRows, groups, num_rows, x, y);
 }
 
 void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out) {
@@ -96,8 +107,17 @@ void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out) {
   const std::int64_t groups = w.cols / kGroupColumns;
   for (std::int64_t group = 0; group < groups; ++group) {
     const std::int64_t index = tile * groups + group;
-    decode_group(static_cast<const std::uint8_t*>(w.data) + index * kGroupBytes, lines);
-    scale_lines(lines, w.scales + index * kTileRows);
+    const auto* const codes = static_cast<const std::uint8_t*>(w.data);
+    if (w.format == TileFormat::kMxfp4) {
+      decode_group(codes + index * kGroupBytes, lines);
+      scale_lines(lines, w.scales + index * kTileRows);
+    } else if (w.format == TileFormat::kInt4) {
+      decode_integers<4>(codes + index * integer_group_bytes(4), lines);
+      scale_integers(lines, w.scales + index * 32);
+    } else {
+      decode_integers<8>(codes + index * integer_group_bytes(8), lines);
+      scale_integers(lines, w.scales + index * 32);
+    }
     transpose_lines(lines, kGroupLines, num_rows, w.cols, out + group * kGroupColumns);
   }
 }

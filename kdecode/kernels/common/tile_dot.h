@@ -14,7 +14,7 @@ namespace kdecode::KD_NS {
 void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, float* y);
 
 // out[i, :] = W[tile * 16 + i, :] for the rows of the tile that the matrix has: bf16, w.cols numbers a row, dequantised if MXFP4
-// (exact: a code has two significant bits).
+// (exact: a code has two significant bits) and rounded to the nearest bf16 if integers.
 void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out);
 
 }  // namespace kdecode::KD_NS

@@ -71,8 +71,7 @@ def make_head_linear(matrix: Matrix, heads: int, scratch: Scratch) -> Linear:
         return lambda x: torch.bmm(x.transpose(0, 1), transposed).transpose(0, 1)
     from kdecode.kernels.linear.native import tiles_linear_grouped
 
-    per_head = matrix.data.view(heads, -1, *matrix.data.shape[1:])
-    matrices = [replace(matrix, rows=width, data=data) for data in per_head]
+    matrices = [_tile_block(matrix, head * width, (head + 1) * width) for head in range(heads)]
 
     def run(x: Tensor) -> Tensor:
         rows = x.shape[0]

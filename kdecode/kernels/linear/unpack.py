@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdecode.kernels.common.matrix import TILE_ROWS, Matrix, to_rows
+from kdecode.kernels.common.matrix import INTEGER_BITS, TILE_ROWS, Matrix, to_rows
 
 _GROUP = 32  # columns that share a scale
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -19,7 +19,7 @@ def unpack_rows(matrix: Matrix) -> Tensor:
     """[rows, cols] bf16; the matrix's own data when that is row-major already."""
     if matrix.format == "rows":
         return matrix.data
-    if matrix.format == "tiles12":
+    if matrix.format == "tiles12" or matrix.format in INTEGER_BITS:
         return to_rows(matrix)
     if matrix.format == "tiles":
         rows = matrix.data.permute(0, 2, 1, 3).reshape(-1, matrix.cols)

@@ -13,6 +13,8 @@ SIZES = {
     "tiles": ((16, 2), (5, 6), (33, 64), (48, 514), (16, 1030)),
     "tiles12": ((16, 8), (5, 24), (33, 64), (20, 520)),
     "mxfp4_tiles": ((16, 32), (5, 96), (33, 64), (48, 544)),
+    "int8_tiles": ((16, 32), (5, 96), (48, 544)),
+    "int4_tiles": ((16, 32), (5, 96), (48, 544)),
 }
 CASES = [(name, rows, cols) for name, sizes in SIZES.items() for rows, cols in sizes]
 
