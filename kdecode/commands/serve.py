@@ -20,6 +20,7 @@ from kdecode.commands.common import (
     InputError,
     add_machine_arguments,
     add_model_argument,
+    add_speculative_argument,
     model_directory,
     open_model,
     positive,
@@ -124,6 +125,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, default=defaults.seed, help="of unseeded requests")
     add_machine_arguments(group)
+    add_speculative_argument(group)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -224,6 +226,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         num_threads=args.threads,
         isa=args.isa,
         lossless_packing=args.lossless_packing,
+        trunk_format=args.trunk_format,
         cache_dtype=CACHE_DTYPES[args.kv_cache_dtype],  # type: ignore[arg-type]
         cache_scale=args.cache_scale,
         page_tokens=args.block_size,
@@ -231,6 +234,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         max_requests=args.max_num_seqs,
         max_step_tokens=args.max_num_batched_tokens,
         seed=args.seed,
+        speculative=args.speculative_config,
     )
 
 

@@ -46,7 +46,9 @@ class Metrics:
         )
         seconds = TOKEN_SECONDS
         self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Time between two output events", seconds
+            "vllm:inter_token_latency_seconds",
+            "Time between two steps that gave a request tokens",
+            seconds,
         )
         self._per_token = self._histogram(
             "vllm:request_time_per_output_token_seconds",
@@ -126,7 +128,8 @@ class RequestWatch:
             self._first_ns = event.time_ns
             self._first_step_ns = event.first_step_ns or event.time_ns
             self._observe("time_to_first_token", event.time_ns - self._start_ns)
-        else:
+        elif event.time_ns > self._last_ns:
+            # Tokens of one step arrive together, and are one event.
             metrics._inter_token.observe((event.time_ns - self._last_ns) / 1e9)
         self._last_ns = event.time_ns
 

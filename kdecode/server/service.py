@@ -63,6 +63,7 @@ class Service:
         self.served_names = tuple(served_names)
         self._fingerprint = fingerprint
         self._llm = engine.llm
+        self._outputs_valid = engine.llm.resolved_config()["outputs_valid"]
 
     @property
     def max_context_tokens(self) -> int:
@@ -214,6 +215,7 @@ class Service:
             model=body.model or self.served_names[0],
             fingerprint=self._fingerprint,
             prompt_tokens=prompt_tokens,
+            outputs_valid=self._outputs_valid,
         )
 
 

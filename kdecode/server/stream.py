@@ -29,13 +29,17 @@ def sse(document: Json) -> bytes:
 
 @dataclass(frozen=True)
 class Head:
-    """What every document of one reply begins with. prompt_tokens: of all prompts together."""
+    """What every document of one reply begins with. prompt_tokens: of all prompts together.
+
+    outputs_valid: False where drafts are accepted at stated rates, and every document says so.
+    """
 
     id: str
     created: int
     model: str
     fingerprint: str
     prompt_tokens: int
+    outputs_valid: bool = True
 
 
 class Choice(ABC):
@@ -320,4 +324,5 @@ class Reply:
             "created": self._head.created,
             "model": self._head.model,
             "system_fingerprint": self._head.fingerprint,
+            **({} if self._head.outputs_valid else {"outputs_valid": False}),
         }

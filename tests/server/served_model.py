@@ -39,13 +39,14 @@ class Served:
 
 
 @contextmanager
-def serve(checkpoint: Path) -> Iterator[Served]:
+def serve(checkpoint: Path, **settings: object) -> Iterator[Served]:
     llm = LLM(
         checkpoint,
         decode_backend="latency_specialized",
         num_threads=1,
         max_context_tokens=CONTEXT,
         max_requests=4,
+        **settings,
     )
     config = ServerConfig(("mini", "alias"), (KEY,), Limits(max_body_bytes=100_000, body_s=1.0))
     app = create_app(AsyncEngine(llm), config)
