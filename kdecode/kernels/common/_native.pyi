@@ -61,4 +61,39 @@ def linear(
     counts: Sequence[int],
 ) -> None: ...
 def unpack(isa: str, matrix: Tiles, out: int) -> None: ...
+def gated(
+    isa: str,
+    product: int,
+    out: int,
+    rows: int,
+    width: int,
+    is_interleaved: bool,
+    is_situ: bool,
+    beta: float,
+    linear_beta: float,
+) -> None: ...
+def convolve(
+    isa: str,
+    raw: int,
+    raw_stride: int,
+    window: int,
+    taps: int,
+    out: int,
+    tokens: int,
+    channels: int,
+) -> None: ...
+def delta_rule_chunks(
+    isa: str,
+    qkv: int,
+    decay: int,
+    beta: int,
+    state: int,
+    out: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+) -> None: ...
+
+CONV_TAPS: int
+
 def __getattr__(name: str) -> Any: ...

@@ -1,4 +1,7 @@
-"""The gated activation in torch: fp32 arithmetic, one rounding to bf16 at the end."""
+"""The gated activation: fp32 arithmetic, one rounding to bf16 at the end.
+
+Native on a CPU, in torch's OpenMP threads; torch operators elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,43 @@ from kdecode.kernels.common.matrix import TILE_ROWS, Matrix
 GatedActivation = Callable[[Tensor], Tensor]
 
 
-def make_gated(activation: Activation, gate_up: Matrix) -> GatedActivation:
-    """A function of the product of ``gate_up`` [R, 2F] bf16, in its row order, -> [R, F]."""
-    if activation.kind == "silu":
-        return lambda product: _silu(*_halves(product, gate_up.format))
+def make_gated(activation: Activation, gate_up: Matrix, isa: str | None = None) -> GatedActivation:
+    """A function of the product of ``gate_up`` [R, 2F] bf16, in its row order, -> [R, F].
+
+    isa: instruction set of the native one; None is the best.
+    """
     beta, bound = activation.beta, activation.linear_beta
-    if beta is None or bound is None:
+    if activation.kind == "situ" and (beta is None or bound is None):
         raise ValueError(f"SiTU needs both of its bounds; the configuration has {activation}.")
-    return lambda product: _situ(*_halves(product, gate_up.format), beta=beta, bound=bound)
+    if gate_up.data.device.type == "cpu":
+        return _native_gated(activation, gate_up.format, isa)
+    return torch_gated(activation, gate_up.format)
+
+
+def torch_gated(activation: Activation, matrix_format: str) -> GatedActivation:
+    """In torch operators."""
+    beta, bound = activation.beta, activation.linear_beta
+    if activation.kind == "silu" or beta is None or bound is None:
+        return lambda product: _silu(*_halves(product, matrix_format))
+    return lambda product: _situ(*_halves(product, matrix_format), beta=beta, bound=bound)
+
+
+def _native_gated(activation: Activation, matrix_format: str, isa: str | None) -> GatedActivation:
+    from kdecode.kernels.common import _native
+    from kdecode.kernels.common.native import ptr
+
+    isa = isa or _native.detect_isa()
+    is_situ, is_interleaved = activation.kind == "situ", matrix_format != "rows"
+    bounds = (activation.beta or 0.0, activation.linear_beta or 0.0)
+
+    def run(product: Tensor) -> Tensor:
+        rows, width = product.shape[0], product.shape[1] // 2
+        out = torch.empty(rows, width, dtype=torch.bfloat16)
+        address = ptr(product, torch.bfloat16, (rows, 2 * width))
+        _native.gated(isa, address, out.data_ptr(), rows, width, is_interleaved, is_situ, *bounds)
+        return out
+
+    return run
 
 
 def _halves(product: Tensor, matrix_format: str) -> tuple[Tensor, Tensor]:

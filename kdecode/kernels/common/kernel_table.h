@@ -4,7 +4,10 @@
 #include <string>
 #include <vector>
 
+#include "../kda_conv/cpu.h"
+#include "../kda_recurrence/cpu.h"
 #include "../linear/cpu.h"
+#include "../mlp/cpu.h"
 #include "native.h"
 #include "program.h"
 #include "vmath_probe.h"
@@ -23,6 +26,9 @@ struct KernelTable {
   void (*unpack_tile)(const Tiles&, std::int64_t tile, bf16* out);
   void (*linear)(const LinearArgs&);
   void (*unpack)(const Tiles&, bf16* out);
+  void (*gated)(const GatedArgs&);
+  void (*convolve)(const ConvolveArgs&);
+  void (*delta_rule_chunks)(const DeltaRuleArgs&);
   VmathProbe vmath_probe;
 
   // std::invalid_argument if there is no such step.

@@ -20,6 +20,9 @@ namespace kdecode {
 KD_STEPS(KD_STEP)
 #undef KD_STEP
 void bind_linear(nb::module_&);
+void bind_gated(nb::module_&);
+void bind_convolve(nb::module_&);
+void bind_delta_rule_chunks(nb::module_&);
 
 namespace {
 
@@ -194,6 +197,9 @@ NB_MODULE(_native, m) {
   bind_running(m);
   bind_probes(m);
   bind_linear(m);
+  bind_gated(m);
+  bind_convolve(m);
+  bind_delta_rule_chunks(m);
 #define KD_STEP(name, Args) bind_##name(m);
   KD_STEPS(KD_STEP)
 #undef KD_STEP

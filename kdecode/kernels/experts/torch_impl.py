@@ -36,7 +36,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     return _Experts(
         gate_up=tuple(expert.gate_up for expert in weights.experts),
         down=tuple(expert.down for expert in weights.experts),
-        activation=make_gated(problem.config.activation, first),
+        activation=make_gated(problem.config.activation, first, buffers.products.isa),
         input="mlp_in" if problem.config.moe.latent_width is None else "latent",
         grouped_rows=GROUPED_ROWS if is_native else 0,
         scratch=buffers.products,

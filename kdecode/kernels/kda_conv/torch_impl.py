@@ -1,7 +1,11 @@
-"""kda_conv in torch: requests with one row together, the others one by one, no loop over tokens."""
+"""kda_conv in torch: requests with one row together, the others one by one, no loop over tokens.
+
+On a CPU the rows of a prompt take the native convolution.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +16,9 @@ from torch import Tensor
 from kdecode.kernels.common.step import RequestSpan
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 
+# (raw, window, taps, isa) -> the convolution of one request's rows; the window is moved.
+Convolution = Callable[[Tensor, Tensor, Tensor, str | None], Tensor]
+
 
 def refuse(problem: Problem) -> list[str]:
     return []
@@ -20,13 +27,24 @@ def refuse(problem: Problem) -> list[str]:
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed KDA layer."""
     assert problem.layer is not None
-    return _Conv(weights.conv, buffers.caches.conv[problem.layer], buffers)
+    prompt = _native_convolution(weights.conv)
+    return _Conv(weights.conv, buffers.caches.conv[problem.layer], prompt, buffers)
+
+
+def _native_convolution(taps: Tensor) -> Convolution | None:
+    """Where there is one."""
+    if taps.device.type != "cpu":
+        return None
+    from kdecode.kernels.kda_conv import native
+
+    return native.convolve if native.takes(taps.shape[0]) else None
 
 
 @dataclass(frozen=True)
 class _Conv:
     taps: Tensor  # [W, 3D] fp32, newest last
     windows: Tensor  # [slots, W - 1, 3D] bf16
+    prompt: Convolution | None
     buffers: Buffers
 
     def run(self) -> None:
@@ -53,6 +71,8 @@ class _Conv:
     def _span(self, raw: Tensor, span: RequestSpan) -> Tensor:
         """The rows of one request. raw [T, 3D] -> [T, 3D]."""
         window, tokens = self.windows[span.slot], raw.shape[0]
+        if self.prompt is not None and not span.is_verify:
+            return self.prompt(raw, window, self.taps, self.buffers.products.isa)
         samples = torch.cat([window, raw])
         if not span.is_verify:
             window.copy_(samples[tokens:])

@@ -1,4 +1,7 @@
-"""kda_recurrence in torch: one token a request in few operators, more through `chunk.py`."""
+"""kda_recurrence in torch: one token a request in few operators, more in the chunked form.
+
+That is the native one for a prompt on a CPU, else `chunk.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdecode.kernels.common.step import RowEffects
+from kdecode.kernels.common.matrix import TILE_ROWS
+from kdecode.kernels.common.step import RequestSpan, RowEffects
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.kda_recurrence.chunk import delta_rule_chunks, token_rows
 
@@ -26,8 +30,19 @@ def prepare(problem: Problem, weights: object, buffers: Buffers) -> Prepared:
     kda = problem.config.kda
     states = buffers.caches.recurrent[problem.layer]
     return _Recurrence(
-        problem.layer, kda.num_heads, kda.head_dim, kda.gate_lower_bound, states, buffers
+        layer=problem.layer,
+        heads=kda.num_heads,
+        head_dim=kda.head_dim,
+        lower_bound=kda.gate_lower_bound,
+        states=states,
+        is_native=_is_native(states),
+        buffers=buffers,
     )
+
+
+def _is_native(states: Tensor) -> bool:
+    """Whether there is a native chunked form for these states [slots, H, K, V]."""
+    return states.device.type == "cpu" and states.shape[-1] % TILE_ROWS == 0
 
 
 @dataclass(frozen=True)
@@ -37,41 +52,61 @@ class _Recurrence:
     head_dim: int
     lower_bound: float | None
     states: Tensor  # [slots, H, K, V] fp32
+    is_native: bool  # prompts
     buffers: Buffers
 
     def run(self) -> None:
         buffers, step = self.buffers, self.buffers.step
-        qkv = buffers["kda_qkv"].float().view(-1, 3, self.heads, self.head_dim)
+        qkv = buffers["kda_qkv"].view(-1, 3, self.heads, self.head_dim)
         g, beta = buffers["kda_decay"], buffers["kda_beta"]
+        if not step.multi:
+            buffers["kda_out"] = self._single(self._unit(qkv), g, beta).to(torch.bfloat16)
+            return
+        out = torch.empty_like(qkv[:, 2])
+        if step.single:
+            rows = step.single_rows
+            single = self._single(self._unit(qkv[rows]), g[rows], beta[rows])
+            out.index_copy_(0, rows, single.to(out.dtype))
+        for span in step.multi:
+            rows = slice(span.first, span.last)
+            run = self._verify if span.is_verify else self._prompt
+            run(span, qkv[rows], g[rows], beta[rows], out[rows])
+        buffers["kda_out"] = out
+
+    def _unit(self, qkv: Tensor) -> Tensor:
+        """qkv [R, 3, H, K] bf16 -> fp32, q and k normalised."""
+        qkv = qkv.float()
         scale = qkv[:, :2].square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
         scale[:, 0].mul_(self.head_dim**-0.5)
         qkv[:, :2].mul_(scale)
-        if not step.multi:
-            buffers["kda_out"] = self._single(qkv, g, beta).to(torch.bfloat16)
+        return qkv
+
+    def _prompt(self, span: RequestSpan, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> None:
+        """Rows of one request, which move its state. Like `_verify`, fills ``out`` [T, H, V]."""
+        state = self.states[span.slot]
+        if self.is_native:
+            from kdecode.kernels.kda_recurrence import native
+
+            isa = self.buffers.products.isa
+            native.delta_rule_chunks(qkv, g, beta, state=state, out=out, isa=isa)
             return
-        out = torch.empty_like(qkv[:, 2], dtype=torch.bfloat16)
-        if step.single:
-            rows = step.single_rows
-            out.index_copy_(0, rows, self._single(qkv[rows], g[rows], beta[rows]).to(out.dtype))
-        for span in step.multi:
-            rows = slice(span.first, span.last)
-            state = self.states[span.slot]
-            out[rows], corrections = delta_rule_chunks(
-                qkv[rows],
-                g[rows],
-                beta[rows],
-                state=state.clone() if span.is_verify else state,
-                lower_bound=self.lower_bound,
-            )
-            if span.is_verify:
-                self.buffers.effects[span.slot, self.layer] = RowEffects(
-                    keys=qkv[rows, 1],
-                    decays=g[rows],
-                    corrections=token_rows(corrections, self.heads, span.num_rows),
-                    # A copy: rows of prompts in the same step need not wait for the verdict.
-                    samples=buffers["kda_proj"][rows, : 3 * self.heads * self.head_dim].clone(),
-                )
-        buffers["kda_out"] = out
+        bound = self.lower_bound
+        read, _ = delta_rule_chunks(self._unit(qkv), g, beta, state=state, lower_bound=bound)
+        out.copy_(read)
+
+    def _verify(self, span: RequestSpan, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> None:
+        """Rows of one request that only read its state; what each would do to it is noted."""
+        qkv, state, bound = self._unit(qkv), self.states[span.slot].clone(), self.lower_bound
+        read, corrections = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=bound)
+        out.copy_(read)
+        samples = self.buffers["kda_proj"][span.first : span.last, : 3 * self.heads * self.head_dim]
+        self.buffers.effects[span.slot, self.layer] = RowEffects(
+            keys=qkv[:, 1],
+            decays=g,
+            corrections=token_rows(corrections, self.heads, span.num_rows),
+            # A copy: rows of prompts in the same step need not wait for the verdict.
+            samples=samples.clone(),
+        )
 
     def _single(self, qkv: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """One token of each request: qkv [R, 3, H, K], g [R, H, K], beta [R, H] -> [R, H, V]."""

@@ -17,7 +17,7 @@ def refuse(problem: Problem) -> list[str]:
 def prepare(problem: Problem, weights: MlpWeights, buffers: Buffers) -> Prepared:
     return _Mlp(
         gate_up=make_linear(weights.gate_up, buffers.products),
-        activation=make_gated(problem.config.activation, weights.gate_up),
+        activation=make_gated(problem.config.activation, weights.gate_up, buffers.products.isa),
         down=make_linear(weights.down, buffers.products),
         output=weights.output,
         buffers=buffers,
