@@ -23,6 +23,7 @@ MlpKind = Literal["dense", "moe"]
 DecodeBackend = Literal["auto", "latency_specialized"]
 Isa = Literal["avx512", "avx2", "portable"]
 LosslessPacking = Literal["auto", "on", "off"]
+TrunkWeights = Literal["bf16", "int8", "int4"]
 CacheDtype = Literal["bf16", "fp8"]
 
 # Input columns that share one scale of an MXFP4 weight.
@@ -165,7 +166,8 @@ class EngineConfig:
     device: "cpu", "cuda" or "cuda:N"; whether it exists is known to the engine, not here.
     num_threads: None for every core the process may use. isa: None for the best one there is.
     lossless_packing: whether latency_specialized keeps bf16 weights at 12 bits, of the same value
-    bit by bit; "auto" where its kernels are faster then. cache_scale: scale of an fp8 latent cache
+    bit by bit; "auto" where its kernels are faster then. trunk_format: what bf16 matrices are kept
+    in; integers are other weights than the checkpoint's. cache_scale: scale of an fp8 latent cache
     (stored = x / scale) for checkpoints without one. max_step_tokens: tokens of one step, i.e. the
     largest chunk of a prompt. cache_budget_bytes: memory of pages and slots, None for what
     max_requests requests of max_context_tokens need. speculative: the draft model, if there is one.
@@ -176,6 +178,7 @@ class EngineConfig:
     num_threads: int | None = None
     isa: Isa | None = None
     lossless_packing: LosslessPacking = "auto"
+    trunk_format: TrunkWeights = "bf16"
     cache_dtype: CacheDtype = "bf16"
     cache_scale: float | None = None
     page_tokens: int = 64
@@ -191,6 +194,13 @@ class EngineConfig:
         check_device_name(self.device)
         check_choice("cache_dtype", self.cache_dtype, get_args(CacheDtype))
         check_choice("lossless_packing", self.lossless_packing, get_args(LosslessPacking))
+        check_choice("trunk_format", self.trunk_format, get_args(TrunkWeights))
+        if self.trunk_format != "bf16" and self.decode_backend != "latency_specialized":
+            raise ConfigError(
+                f"trunk_format is {self.trunk_format!r} and decode_backend "
+                f"{self.decode_backend!r}; only latency_specialized has kernels for it. Its "
+                "weights differ from the checkpoint's: no comparison of backends has it."
+            )
         if self.isa is not None:
             check_choice("isa", self.isa, get_args(Isa))
         check_int("page_tokens", self.page_tokens, at_least=1, at_most=MAX_PAGE_TOKENS)
@@ -207,6 +217,11 @@ class EngineConfig:
                     "only an fp8 cache has a scale."
                 )
             check_cache_scale("cache_scale", self.cache_scale)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the engine's weights are others than the checkpoint's."""
+        return self.trunk_format != "bf16"
 
     def resolved_threads(self) -> int:
         """Threads to use: as set, else the cores this process may run on."""

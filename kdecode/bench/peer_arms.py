@@ -57,9 +57,10 @@ class KdecodeArm:
     def __init__(self, llm: LLM, work: Work) -> None:
         self._llm, self._work = llm, work
         config = llm.resolved_config()
-        self.name = f"kdecode {config['decode_backend']}"
+        trunk = config["trunk_format"]
+        self.name = f"kdecode {config['decode_backend']}" + ("" if trunk == "bf16" else f" {trunk}")
         self.version = f"kdecode {config['versions']['kdecode']}, {config['isa']}"
-        self.keeps_weights = True
+        self.keeps_weights = not config["weights_differ_from_checkpoint"]
         self.precision = _our_precision(llm)
 
     def tokens_per_second(self) -> float:
@@ -153,12 +154,15 @@ def _our_precision(llm: LLM) -> dict[str, str]:
     is_specialized = config["decode_backend"] == "latency_specialized"
     packs = is_specialized and config["lossless_packing"] != "off"
     trunk = "bf16 x bf16" + (", packed without loss where that is faster" if packs else "")
-    experts = "MXFP4" if llm.model_config.moe.expert_format == "mxfp4" else "bf16"
+    experts = "MXFP4 x bf16" if llm.model_config.moe.expert_format == "mxfp4" else trunk
+    if config["weights_differ_from_checkpoint"]:
+        trunk = f"{config['trunk_format']} with a bf16 scale for 32, x bf16"
+        experts = experts if experts.startswith("MXFP4") else trunk
     return {
         "embedding": "bf16",
         "output matrix": trunk,
         "router": "bf16 x bf16, scores fp32",
-        "routed experts": f"{experts} x bf16",
+        "routed experts": experts,
         TRUNK: trunk,
         "norms, convolutions, biases": "fp32",
         "recurrent state": "fp32",

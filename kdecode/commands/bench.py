@@ -98,7 +98,7 @@ def _decode(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     experts = [step.distinct_experts for step in cost.steps if step.distinct_experts is not None]
     text = "\n".join(
         [
-            bench_layer.title(cost),
+            bench_layer.title(cost, llm.engine_config),
             bench_layer.bytes_line(cost),
             *([f"distinct experts a layer: {sum(experts) / len(experts):.1f}"] if experts else []),
             table(rows),

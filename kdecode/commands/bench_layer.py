@@ -24,6 +24,7 @@ from kdecode.commands.common import (
     open_model,
     positive,
     table,
+    weights_note,
 )
 from kdecode.config import DecodeBackend, EngineConfig
 
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     args.decode_backend = args.decode_backend or EngineConfig().decode_backend
     llm, probe = open_engine(args, 0)
     document, text = _timed(
-        probe, lambda: llm.inspect_decode(args.rows, args.context_tokens, args.runs)
+        probe,
+        llm.engine_config,
+        lambda: llm.inspect_decode(args.rows, args.context_tokens, args.runs),
     )
     document["config"] = llm.resolved_config()
     return document, text
@@ -116,14 +119,16 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             )
 
         probe = ReadProbe(config.resolved_threads())
-        document, text = _timed(probe, cost)
+        document, text = _timed(probe, config, cost)
         documents.append(document)
         texts.append(text)
     shape = {"name": args.shape, "layers": layers, "tensor_parallel_size": size, "rank": rank}
     return {"shape": {**shape, "note": SHAPE_NOTE}, "backends": documents}, "\n\n".join(texts)
 
 
-def _timed(probe: ReadProbe, inspect: Callable[[], PlanCost]) -> tuple[dict[str, Any], str]:
+def _timed(
+    probe: ReadProbe, config: EngineConfig, inspect: Callable[[], PlanCost]
+) -> tuple[dict[str, Any], str]:
     """A plan's costs against the memory's speed right before and after."""
     from kdecode.bench.load import LoadMeter, is_spoilt
 
@@ -139,7 +144,7 @@ def _timed(probe: ReadProbe, inspect: Callable[[], PlanCost]) -> tuple[dict[str,
     spoilt = "  SPOILT by other processes" if is_spoilt(others) else ""
     text = "\n".join(
         [
-            title(cost),
+            title(cost, config),
             table(rows),
             "",
             table(_kind_rows(groups, bandwidth)),
@@ -168,9 +173,11 @@ def _timed(probe: ReadProbe, inspect: Callable[[], PlanCost]) -> tuple[dict[str,
     return document, text
 
 
-def title(cost: PlanCost) -> str:
+def title(cost: PlanCost, config: EngineConfig) -> str:
+    note = weights_note(config)
     return (
-        f"backend {cost.backend}, {counted(cost.rows, 'row')}, "
+        ("" if note is None else f"{note}\n")
+        + f"backend {cost.backend}, {counted(cost.rows, 'row')}, "
         f"{counted(cost.context_tokens, 'token')} of context, {len(cost.steps)} launches a step"
     )
 

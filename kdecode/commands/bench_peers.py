@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     finally:
         bar.clear()
     machine = read_machine()
-    ours = len(args.decode_backend or BACKENDS)
+    ours = len(_backends(args))
     document = _document(args, arms, ours, runs, check.agreement if check else None)
     document["machine"] = asdict(machine)
     head = f"{machine.cpu}, {machine.cores} cores, {machine.date}; {args.rows} rows, "
@@ -214,6 +214,12 @@ def _reference(directory: Path, config: ModelConfig, ids: Sequence[int]) -> np.n
     return logits
 
 
+def _backends(args: argparse.Namespace) -> Sequence[DecodeBackend]:
+    """Ours; of those that were not named, the ones that have the trunk that is asked for."""
+    own = BACKENDS if args.trunk_format == "bf16" else BACKENDS[:1]
+    return args.decode_backend or own
+
+
 def _arms(
     args: argparse.Namespace, files: _Files, check: _Check | None, bar: ProgressBar
 ) -> list[tuple[PeerArm, Divergence | None]]:
@@ -225,7 +231,7 @@ def _arms(
     work = Work(args.rows, args.context_tokens, args.output_tokens, threads)
     longest = max(args.context_tokens + args.output_tokens, args.agreement_tokens)
     arms: list[tuple[PeerArm, Divergence | None]] = []
-    for backend in args.decode_backend or BACKENDS:
+    for backend in _backends(args):
         config = engine_config(
             args, decode_backend=backend, max_context_tokens=longest, max_requests=args.rows
         )

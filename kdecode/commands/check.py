@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kdecode.bench.wording import counted
+from kdecode.commands import check_trunk
 from kdecode.commands.common import (
     InputError,
     ProgressBar,
@@ -125,12 +126,15 @@ def run(args: argparse.Namespace) -> int:
         backend: engine_config(
             args, decode_backend=backend, max_requests=args.rows, max_context_tokens=length
         )
-        for backend in args.decode_backend or get_args(DecodeBackend)
+        for backend in args.decode_backend or check_trunk.backends(args.trunk_format)
     }
     for backend, config in configs.items():
         # What was not asked for by name may be refused, which is reported.
         if args.decode_backend or backend == "auto":
             check_deployment(reader, config)
+    if args.trunk_format != "bf16":
+        (config,) = configs.values()
+        return check_trunk.run(args.json, config, lambda each: _logits(directory, each, case))
     parameters = reader.load_model()
     bar = ProgressBar()
     checks = []
@@ -256,6 +260,12 @@ def _check(
         model = gold.compare(*_run_model(worker, case))
     steps = tuple(_run_steps(worker, parameters, case))
     return BackendCheck(config.decode_backend, None, steps, model)
+
+
+def _logits(directory: Path, config: EngineConfig, case: Case) -> list[Tensor]:
+    from kdecode.engine.worker import Worker
+
+    return _run_model(Worker(directory, config), case)[0]
 
 
 def _run_model(worker: Worker, case: Case) -> tuple[list[Tensor], list[dict[str, Tensor]]]:

@@ -19,6 +19,7 @@ from kdecode.config import (
     EngineConfig,
     Isa,
     LosslessPacking,
+    TrunkWeights,
 )
 from kdecode.config_speculative import SpeculativeConfig
 
@@ -115,6 +116,12 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         default=defaults.lossless_packing,
         help="bf16 weights at 12 bits, the same bit by bit, in latency_specialized",
     )
+    group.add_argument(
+        "--trunk-format",
+        choices=get_args(TrunkWeights),
+        default=defaults.trunk_format,
+        help="integers make other weights than the checkpoint's; latency_specialized only",
+    )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool = True) -> None:
@@ -158,6 +165,7 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
         "num_threads": args.threads,
         "isa": args.isa,
         "lossless_packing": args.lossless_packing,
+        "trunk_format": args.trunk_format,
         "cache_dtype": args.cache_dtype,
         "cache_scale": args.cache_scale,
         "page_tokens": args.page_tokens,
@@ -206,7 +214,17 @@ def open_model(directory: Path, config: EngineConfig) -> LLM:
         f"{build['prepare_s']:.2f} s",
         file=sys.stderr,
     )
+    note = weights_note(config)
+    if note is not None:
+        print(note, file=sys.stderr)
     return llm
+
+
+def weights_note(config: EngineConfig) -> str | None:
+    """What every output has to say of an engine whose weights are not the checkpoint's."""
+    if not config.changes_weights:
+        return None
+    return f"trunk in {config.trunk_format}: WEIGHTS DIFFER FROM THE CHECKPOINT"
 
 
 def context_tokens(*needed: int) -> int:

@@ -84,6 +84,11 @@ def run(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    if args.trunk_format != "bf16":
+        raise InputError(
+            f"--trunk-format {args.trunk_format} makes other weights than the checkpoint's, so it "
+            "is never part of a comparison; `kdecode check --trunk-format` says what it costs."
+        )
     if args.json is not None:
         check_output_file(args.json)
     directory = model_directory(args)

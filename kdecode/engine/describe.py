@@ -21,6 +21,7 @@ from kdecode.model.outline import outline_bytes, outline_model
 _PACKING_NOTE = (
     "bf16 weights are counted at 16 bits; how far they pack without loss depends on their values"
 )
+_CHANGED_NOTE = "the trunk is in {}: its weights differ from the checkpoint's"
 
 
 def describe_plan(
@@ -34,9 +35,12 @@ def describe_plan(
     engine = resolve(engine)
     check_description(config, engine)
     trunk = trunk_format(engine)
-    packed = outline_model(config, "rows" if trunk == "rows" else "tiles")
+    # How far 12 bits reach is not known without the weights.
+    packed = outline_model(config, "tiles" if trunk == "tiles12" else trunk)
     size = outline_bytes(packed)
-    notes = () if trunk in ("rows", "tiles") else (_PACKING_NOTE,)
+    notes = (_PACKING_NOTE,) if trunk == "tiles12" else ()
+    if engine.changes_weights:
+        notes = (_CHANGED_NOTE.format(engine.trunk_format),)
     verify_rows = (rows_per_request,) if rows_per_request > 1 else ()
     is_served = (rows, rows_per_request) in plan_sizes(verify_rows)
     if engine.decode_backend == "latency_specialized" and is_served:

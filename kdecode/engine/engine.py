@@ -274,6 +274,8 @@ class LLM:
             "device": engine.device,
             "isa": self._worker.engine.isa,
             "lossless_packing": engine.lossless_packing,
+            "trunk_format": engine.trunk_format,
+            "weights_differ_from_checkpoint": engine.changes_weights,
             "threads": engine.resolved_threads(),
             "cache": {
                 "dtype": caches.cache_dtype,
@@ -298,23 +300,28 @@ class LLM:
         """The plan that serves a decode step of so many rows; `explain()` prints it."""
         return self._worker.runner.plan(rows)
 
-    def inspect_decode(self, rows: int, context_tokens: int, runs: int) -> PlanCost:
+    def inspect_decode(
+        self, rows: int, context_tokens: int, runs: int, drafts: int = 0
+    ) -> PlanCost:
         """What each step of a decode step costs, on made-up requests of such a length.
 
+        rows: requests. drafts: of each, for the step that verifies them; no draft model is needed.
         RequestError while requests are open: the probe takes slots and pages of the caches, and
         for requests that the caches cannot hold.
         """
         if self._loop.scheduler.num_waiting or self._loop.scheduler.num_running:
             raise RequestError("Requests are open; a decode step is inspected on an idle engine.")
         caches, limit = self._worker.caches, self.engine_config.max_context_tokens
-        if rows > caches.num_slots or context_tokens > limit:
+        if rows > caches.num_slots or context_tokens + drafts > limit:
             raise RequestError(
-                f"{rows} requests of {context_tokens:,} tokens; this engine's caches hold "
+                f"{rows} requests of {context_tokens + drafts:,} tokens; this engine's caches hold "
                 f"{caches.num_slots} of {limit:,}."
             )
-        threads = self.engine_config.resolved_threads()
-        plan = self.decode_plan(rows)
-        with PlanProbe(self._worker.packed, plan, caches, rows, context_tokens, threads) as probe:
+        threads, each = self.engine_config.resolved_threads(), 1 + drafts
+        plan = self._worker.runner.verify_plan(rows, each) if drafts else self.decode_plan(rows)
+        with PlanProbe(
+            self._worker.packed, plan, caches, rows * each, context_tokens, threads, each
+        ) as probe:
             return probe.measure(runs)
 
     @property

@@ -157,6 +157,8 @@ def trunk_format(engine: EngineConfig) -> TrunkFormat:
     """
     if engine.decode_backend != "latency_specialized":
         return "rows"
+    if engine.trunk_format != "bf16":
+        return "int8_tiles" if engine.trunk_format == "int8" else "int4_tiles"
     assert engine.isa is not None, "a resolved configuration has one"
     return tile_format(engine.isa, engine.lossless_packing)
 

@@ -2,8 +2,8 @@
 
 Owns the order in which projections of one input are joined into one matrix (`unpack.py` is the way
 back) and the place of the tensors. Does not know checkpoint names (`weights.py`) or kernels.
-Matrices keep their bits; vectors become fp32, exact from bf16. Computed here, in fp32: exp(A_log),
-and the product of a residual mix's norm weight and score projection.
+Matrices keep their bits, but in integer formats; vectors become fp32, exact from bf16. Computed
+here, in fp32: exp(A_log), and the product of a residual mix's norm weight and score projection.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from kdecode.config import MXFP4_GROUP, LosslessPacking, ModelConfig
 from kdecode.kernels.common.matrix import (
     GROUP_BYTES,
+    INTEGER_BITS,
     TILE_ROWS,
     Matrix,
     empty_huge,
@@ -39,7 +40,7 @@ from kdecode.model.parameters import (
 )
 from kdecode.model.weights import CheckpointReader
 
-TrunkFormat = Literal["rows", "tiles", "tiles12"]
+TrunkFormat = Literal["rows", "tiles", "tiles12", "int8_tiles", "int4_tiles"]
 _Packed = TypeVar("_Packed")
 
 
@@ -119,7 +120,8 @@ def pack_model(
 
     device: where the packed tensors stay; they are made on the host, a layer at a time, so that it
     never holds a second model. isa: of the kernels that prove "tiles12" exact, None for the best; a
-    matrix that does not pack well is in "tiles" there. progress(layers done, layers).
+    matrix that does not pack well is in "tiles" there. Integers are rounded: every matrix but the
+    router and MXFP4 experts, if its columns are a multiple of 32. progress(layers done, layers).
 
     Raises CheckpointError for a bad or incomplete checkpoint and ValueError for a size that the
     format cannot hold.
@@ -175,10 +177,14 @@ def _packed_matrix(weights: Sequence[Tensor], trunk_format: TrunkFormat, isa: st
 def _packed_tiles(
     matrix: Matrix, trunk_format: TrunkFormat, isa: str | None, out: Tensor | None
 ) -> Matrix:
-    """A matrix in "tiles", in 12 bits a weight if that is the format and it packs well.
+    """A matrix in "tiles", in 12 bits a weight or in integers if that is the format and it can be.
 
-    out: memory for the packed one.
+    out: memory for one of 12 bits.
     """
+    if trunk_format in INTEGER_BITS:
+        from kdecode.kernels.common.integers import quantise_tiles
+
+        return quantise_tiles(matrix, trunk_format) or matrix
     if trunk_format != "tiles12":
         return matrix
     # Needs the native library, which engines with other formats do without.
@@ -287,7 +293,7 @@ class _Packer:
 
     def _moe(self, p: MoeParameters) -> PackedMoe:
         return PackedMoe(
-            router=self.matrix(p.router),
+            router=self._router(p.router),
             router_bias=p.router_bias,
             latent_down=self._optional(p.latent_down),
             latent_norm=None if p.latent_norm is None else p.latent_norm.float(),
@@ -295,6 +301,11 @@ class _Packer:
             shared=None if p.shared is None else self._gated(p.shared),
             experts=self._experts(p),
         )
+
+    def _router(self, weight: Tensor) -> Matrix:
+        """Never in integers: it is small, and another choice of experts costs much."""
+        exact: TrunkFormat = "tiles" if self.trunk_format in INTEGER_BITS else self.trunk_format
+        return _packed_matrix([weight], exact, self.isa)
 
     def _experts(self, p: MoeParameters) -> tuple[PackedMlp, ...]:
         """The experts of a layer share one block of memory for each kind of matrix."""
@@ -310,7 +321,7 @@ class _Packer:
                 )
                 for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True))
             )
-        if self.config.moe.expert_format == "bf16" and self.trunk_format == "tiles12":
+        if self.config.moe.expert_format == "bf16" and self.trunk_format != "tiles":
             return self._packed_experts(p)
         gate_up = self._block(count, _pair_tiles(width), side)
         down = self._block(count, num_tiles(side), width)
@@ -327,11 +338,14 @@ class _Packer:
         return tuple(experts)
 
     def _packed_experts(self, p: MoeParameters) -> tuple[PackedMlp, ...]:
-        """bf16 experts in 12 bits a weight, each matrix that does not pack well in "tiles"."""
+        """bf16 experts in 12 bits a weight or in integers; what does not pack well in "tiles"."""
         count = len(p.w1)
         width, side = p.w1[0].shape
-        shapes = pack12_shape(2 * width, side), pack12_shape(side, width)
-        gate_up, down = (empty_huge((count, *shape), torch.uint8) for shape in shapes)
+        gate_up: Sequence[Tensor | None] = [None] * count
+        down: Sequence[Tensor | None] = [None] * count
+        if self.trunk_format == "tiles12":
+            shapes = pack12_shape(2 * width, side), pack12_shape(side, width)
+            gate_up, down = (empty_huge((count, *shape), torch.uint8) for shape in shapes)
         experts = []
         for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True)):
             data = torch.empty(_pair_tiles(width), side // 2, TILE_ROWS, 2, dtype=torch.bfloat16)

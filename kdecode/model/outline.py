@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP, ModelConfig
-from kdecode.kernels.common.matrix import GROUP_BYTES, TILE_ROWS, Matrix, num_tiles
+from kdecode.kernels.common.matrix import (
+    GROUP_BYTES,
+    INTEGER_BITS,
+    TILE_ROWS,
+    Matrix,
+    MatrixFormat,
+    num_tiles,
+)
 from kdecode.model.layout import (
     PackedKda,
     PackedLayer,
@@ -77,8 +84,16 @@ class _Outline:
     def matrix(self, rows: int, cols: int) -> Matrix:
         if self.trunk_format == "rows":
             return Matrix("rows", rows, cols, _empty((rows, cols), torch.bfloat16))
+        if self.trunk_format in INTEGER_BITS and cols % MXFP4_GROUP == 0:
+            return _integers(self.trunk_format, rows, cols)
+        return self.tiles(rows, cols)
+
+    def tiles(self, rows: int, cols: int) -> Matrix:
         shape = (num_tiles(rows), cols // 2, TILE_ROWS, 2)
         return Matrix("tiles", rows, cols, _empty(shape, torch.bfloat16))
+
+    def router(self, rows: int, cols: int) -> Matrix:
+        return self.matrix(rows, cols) if self.trunk_format == "rows" else self.tiles(rows, cols)
 
     def _kda(self) -> PackedKda:
         kda, width = self.config.kda, self.config.hidden_size
@@ -118,7 +133,7 @@ class _Outline:
         moe, width = self.config.moe, self.config.hidden_size
         latent = moe.latent_width
         return PackedMoe(
-            router=self.matrix(moe.num_experts, width),
+            router=self.router(moe.num_experts, width),
             router_bias=_vector(moe.num_experts),
             latent_down=None if latent is None else self.matrix(latent, width),
             latent_norm=None if latent is None or not moe.has_latent_norm else _vector(latent),
@@ -138,6 +153,12 @@ def _mxfp4(rows: int, cols: int) -> Matrix:
     shape = (num_tiles(rows), cols // MXFP4_GROUP)
     data = _empty((*shape, GROUP_BYTES), torch.uint8)
     return Matrix("mxfp4_tiles", rows, cols, data, _empty((*shape, TILE_ROWS), torch.uint8))
+
+
+def _integers(kind: MatrixFormat, rows: int, cols: int) -> Matrix:
+    shape = (num_tiles(rows), cols // MXFP4_GROUP)
+    data = _empty((*shape, INTEGER_BITS[kind] * 64), torch.uint8)
+    return Matrix(kind, rows, cols, data, _empty((*shape, TILE_ROWS), torch.bfloat16))
 
 
 def _vector(size: int) -> Tensor:
