@@ -22,7 +22,12 @@ from kdecode.cache.caches import Caches
 from kdecode.decode.auto import load_step
 from kdecode.decode.plan import DecodePlan, Step
 from kdecode.decode.runner import callers_threads, load_inputs
-from kdecode.decode.traffic import expert_bytes, stage_state_bytes
+from kdecode.decode.traffic import (
+    commit_bytes,
+    expert_bytes,
+    stage_state_bytes,
+    verify_state_bytes,
+)
 from kdecode.model.layout import PackedModel
 
 
@@ -52,21 +57,28 @@ class StepCost:
 @dataclass(frozen=True)
 class PlanCost:
     """A plan's steps, and `plan_microseconds`: the median of runs that were not interrupted to time
-    single steps (one native call, where the plan has one)."""
+    single steps (one native call, where the plan has one). Of a verify step also what it costs to
+    move the slots past all of its rows."""
 
     backend: str
     rows: int
     context_tokens: int
     steps: tuple[StepCost, ...]
     plan_microseconds: float
+    rows_per_request: int = 1
+    commit_microseconds: float | None = None
+    commit_bytes: int = 0
 
     @property
     def num_bytes(self) -> float:
+        """Of the step; `commit_bytes` are apart."""
         return sum(step.num_bytes for step in self.steps)
 
 
 class PlanProbe:
     """Runs a plan on made-up requests of ``context_tokens`` tokens each; a context manager.
+
+    rows_per_request: above 1 for verify steps, whose first row is the last of those tokens.
 
     The state and the cached rows are random numbers in memory that has been written (memory that
     never was would be read from one page of zeros), and every run has new random tokens.
@@ -80,7 +92,11 @@ class PlanProbe:
         rows: int,
         context_tokens: int,
         num_threads: int,
+        rows_per_request: int = 1,
     ) -> None:
+        if rows % rows_per_request:
+            raise ValueError(f"{rows} rows are not requests of {rows_per_request} rows each.")
+        self._each = rows_per_request
         self._packed, self._plan, self._caches = packed, plan, caches
         self._rows, self._context_tokens = rows, context_tokens
         self._is_native = plan.launch is not None
@@ -91,9 +107,10 @@ class PlanProbe:
 
     def __enter__(self) -> PlanProbe:
         try:
-            for _ in range(self._rows):
+            tokens = self._context_tokens + self._each - 1
+            for _ in range(self._rows // self._each):
                 self._slots.append(self._caches.allocate_slot())
-                self._pages.append(self._caches.allocate_pages(self._context_tokens))
+                self._pages.append(self._caches.allocate_pages(tokens))
         except BaseException:
             self._release()
             raise
@@ -112,13 +129,17 @@ class PlanProbe:
         """``runs`` runs timed step by step, and as many whole; one more of each comes first."""
         if runs < 1:
             raise ValueError(f"{runs} timed runs; there has to be at least 1.")
-        whole, single = [], []
+        whole, commits, single = [], [], []
         with torch.no_grad(), callers_threads():
             # The native pool owns the cores in its own plans; torch's threads would only fight it.
             torch.set_num_threads(1 if self._is_native else self._num_threads)
             for _ in range(runs + 1):
                 whole.append(self._timed_run())
+                commits.append(_microseconds(self._commit))
                 single.append(self._timed_steps())
+                self._commit()
+        is_verify = self._each > 1
+        moved = self._requests * commit_bytes(self._plan.config, self._each)
         # The first of each met cold caches and, with torch, kernels that had not been chosen yet.
         return PlanCost(
             backend=self._plan.backend,
@@ -129,7 +150,18 @@ class PlanProbe:
                 for index, step in enumerate(self._plan.steps)
             ),
             plan_microseconds=median(whole[1:]),
+            rows_per_request=self._each,
+            commit_microseconds=median(commits[1:]) if is_verify else None,
+            commit_bytes=moved if is_verify else 0,
         )
+
+    @property
+    def _requests(self) -> int:
+        return self._rows // self._each
+
+    def _commit(self) -> None:
+        """Moves the slots of a verify step past all of its rows; nothing after another step."""
+        self._caches.commit(dict.fromkeys(self._slots, self._each) if self._each > 1 else {})
 
     def _timed_run(self) -> float:
         self._load()
@@ -155,9 +187,12 @@ class PlanProbe:
             experts = fmean(count for _, count in runs if count is not None)
             more = experts - self._plan.config.moe.top_k
             weight_bytes += more * expert_bytes(self._packed, step.layers[0])
-        item = item_bytes(self._caches.cache_dtype)
+        item, context = item_bytes(self._caches.cache_dtype), self._context_tokens
+        config, each = self._plan.config, self._each
         state = sum(
-            stage_state_bytes(self._plan.config, layer, stage, self._context_tokens, item)
+            stage_state_bytes(config, layer, stage, context, item)
+            if each == 1
+            else verify_state_bytes(config, layer, stage, context, item, each)
             for layer, stage in step.stages
         )
         return StepCost(
@@ -167,7 +202,7 @@ class PlanProbe:
             covers=step.covers,
             microseconds=median(spent for spent, _ in runs),
             weight_bytes=weight_bytes,
-            state_bytes=self._rows * state,
+            state_bytes=self._requests * state,
             distinct_experts=experts,
         )
 
@@ -175,11 +210,13 @@ class PlanProbe:
         vocab = self._plan.config.vocab_size
         requests = tuple(
             StepRequest(
-                token_ids=(self._random.randrange(vocab),),
+                token_ids=tuple(self._random.randrange(vocab) for _ in range(self._each)),
                 start=self._context_tokens - 1,
                 slot=slot,
                 pages=pages,
                 is_decode=True,
+                all_logits=self._each > 1,
+                is_verify=self._each > 1,
             )
             for slot, pages in zip(self._slots, self._pages, strict=True)
         )

@@ -114,6 +114,7 @@ class StepRunner:
         verify_rows: tuple[int, ...] = (),
     ) -> None:
         self.config = packed.config
+        self._packed, self._caches = packed, caches
         self.engine = engine
         self.stats = StepStats()
         self.last_path: tuple[str, str] = (STANDARD, "")
@@ -159,6 +160,15 @@ class StepRunner:
     def plan(self, rows: int, rows_per_request: int = 1) -> DecodePlan:
         """The plan that serves a decode or verify step of so many rows."""
         return self._plans.get((rows, rows_per_request), self._standard)
+
+    def verify_plan(self, requests: int, rows_per_request: int) -> DecodePlan:
+        """The plan of a verify step of any size that one is made for, prepared or not."""
+        size = requests * rows_per_request, rows_per_request
+        if size in self._plans or self.deployment is None:
+            return self.plan(*size)
+        if size not in plan_sizes((rows_per_request,)):
+            return self._standard
+        return latency_specialized.build(self.deployment, self._packed, self._caches, *size)
 
     def _run_standard(self, batch: StepBatch) -> torch.Tensor:
         torch.set_num_threads(self._num_threads)

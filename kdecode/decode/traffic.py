@@ -77,6 +77,33 @@ def stage_state_bytes(
     return 0
 
 
+def verify_state_bytes(
+    config: ModelConfig,
+    layer: int | None,
+    stage: str,
+    context_tokens: int,
+    cache_bytes: int,
+    rows: int,
+) -> int:
+    """State and cache bytes that a request of so many rows reads and writes in a verify step.
+
+    Its rows share the reading of slot and cache. context_tokens: with the first of them. The slots
+    are not written; see `commit_bytes`.
+    """
+    one = stage_state_bytes(config, layer, stage, context_tokens + rows - 1, cache_bytes)
+    if stage in ("kda_conv", "kda_step"):
+        return one // 2
+    return one * rows if stage == "mla_insert" else one
+
+
+def commit_bytes(config: ModelConfig, kept: int) -> int:
+    """Bytes that moving one request's slots past so many rows reads and writes, in all layers."""
+    kda = config.kda
+    slot = sum(stage_state_bytes(config, 0, stage, 0, 0) for stage in ("kda_conv", "kda_step"))
+    effects = kept * kda.width * (3 * 4 + 3 * 2)
+    return config.layer_kinds.count("kda") * (slot + effects)
+
+
 def _kda_matrices(kda: PackedKda, stage: str) -> tuple[Matrix | None, ...]:
     return {
         "kda_in_proj": (kda.in_proj,),

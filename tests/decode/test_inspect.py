@@ -56,6 +56,26 @@ def test_bytes_of_the_steps_are_those_of_the_stages(
             assert all(config.moe.top_k < count <= rows * config.moe.top_k for count in chosen)
 
 
+@pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
+def test_a_verify_step_reads_its_slots_and_cache_once(mini_checkpoint: Path, backend: str) -> None:
+    llm = _engine(mini_checkpoint, backend)
+    config = llm.model_config
+    cost = llm.inspect_decode(2, CONTEXT, 2, drafts=3)
+    assert (cost.backend, cost.rows, cost.rows_per_request) == (backend, 8, 4)
+    kda, mla = config.layer_kinds.count("kda"), config.layer_kinds.count("mla")
+    slot = config.kda.width * config.kda.head_dim * 4 + 3 * 3 * config.kda.width * 2
+    rows = (CONTEXT + 3 + 4) * config.mla.cache_width * 2
+    assert sum(step.state_bytes for step in cost.steps) == 2 * (kda * slot + mla * rows)
+    effects = 4 * config.kda.width * 18
+    assert cost.commit_bytes == 2 * kda * (2 * slot + effects)
+    assert cost.commit_microseconds is not None
+    assert cost.commit_microseconds > 0
+    assert llm.inspect_decode(1, CONTEXT, 1).commit_microseconds is None
+    assert (llm.stats()["slots_used"], llm.stats()["pages_used"]) == (0, 0)
+    with pytest.raises(RequestError, match="1 requests of 65 tokens"):
+        llm.inspect_decode(1, 62, 1, drafts=3)
+
+
 def test_a_shared_expert_is_counted_where_it_is_read(mini_checkpoint: Path) -> None:
     llm = _engine(mini_checkpoint, "latency_specialized")
     packed = llm._worker.packed
