@@ -118,6 +118,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             document["token_strs"] = [tokenizer.decode([token]) for token in ids]
         return JsonResponse(document)
 
+    @app.get("/tokenizer_info", response_model=None)
+    async def tokenizer_info() -> Response:
+        config = service.engine.llm.model_config
+        ids = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
+        names = {name: tokenizer.decode([token]) for name, token in ids.items()}
+        return JsonResponse({**names, "vocab_size": tokenizer.vocab_size})
+
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.check_model(body.model)

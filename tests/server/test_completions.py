@@ -292,6 +292,9 @@ def test_tokenize_and_back(served: Served) -> None:
     assert _post(served, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": text}
     assert _post(served, "/detokenize", {"tokens": [10**9]}).status_code == 400
     assert _post(served, "/tokenize", {}).status_code == 400
+    info = httpx.get(f"{served.url}/tokenizer_info", headers=HEADERS).json()
+    assert info["eos_token"] == served.llm.tokenizer.decode([served.llm.model_config.eos_id])
+    assert info["vocab_size"] == served.llm.tokenizer.vocab_size
 
 
 def test_a_step_that_breaks_is_a_500_and_the_server_goes_on(

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from served_model import KEY, Served
+from server_process import running, start, started
 
 from kdecode import cli
 from kdecode.model.chat import K3_MARKERS, KIMI_LINEAR_MARKERS
@@ -166,31 +166,10 @@ def test_a_flag_that_would_not_act_is_refused(
     assert message in capfd.readouterr().err
 
 
-def _started(process: subprocess.Popen[str]) -> str:
-    """The server's address, once it listens."""
-    assert process.stderr is not None
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if match := re.search(r"running on (http://\S+)", line):
-            return match[1]
-    raise AssertionError("".join(seen))
-
-
-def _start(checkpoint: Path, *flags: str, before: str = "") -> tuple[subprocess.Popen[str], str]:
-    """The command as a process, and its address; before: code that it runs first."""
-    argv = ["serve", str(checkpoint), "--port", "0", "--threads", "1", *flags]
-    code = f"import sys\nfrom kdecode import cli\n{before}\nsys.exit(cli.main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *argv], stderr=subprocess.PIPE, text=True
-    )
-    return process, _started(process)
-
-
 def test_sigterm_lets_running_requests_end(mini_checkpoint: Path) -> None:
     flags = ("--max-model-len", "256", "--served-model-name", "m")
     additional = '{"decode_backend": "latency_specialized"}'
-    process, url = _start(mini_checkpoint, *flags, "--additional-config", additional)
+    process, url = start(mini_checkpoint, *flags, "--additional-config", additional)
     assert url.startswith("http://127.0.0.1:")
     try:
         config = httpx.get(f"{url}/config/fingerprint").json()["config"]
@@ -215,25 +194,13 @@ def test_sigterm_lets_running_requests_end(mini_checkpoint: Path) -> None:
 LONG_STREAM = {**LONG, "n": 1, "max_tokens": 4000, "stream": True}
 
 
-@contextmanager
-def _running(checkpoint: Path, *flags: str, before: str = "") -> Iterator[Any]:
-    """A process and its address; it is gone afterwards."""
-    names = ("--served-model-name", "mini")
-    process, url = _start(checkpoint, *names, *flags, before=before)
-    try:
-        yield process, url
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_requests_that_outlast_the_drain_time_are_told(mini_checkpoint: Path) -> None:
     """Slow steps, so that no reply is complete by then."""
     before = (
         "import time\nfrom kdecode.engine.loop import StepLoop\nstep = StepLoop.step\n"
         "StepLoop.step = lambda self: (time.sleep(0.05), step(self))[1]"
     )
-    with _running(mini_checkpoint, "--drain-seconds", "1", before=before) as (process, url):
+    with running(mini_checkpoint, "--drain-seconds", "1", before=before) as (process, url):
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG_STREAM) as response:
             lines = response.iter_lines()
             next(lines)
@@ -248,7 +215,7 @@ def test_requests_that_outlast_the_drain_time_are_told(mini_checkpoint: Path) ->
 
 
 def test_a_body_that_never_comes_does_not_hold_the_end_up(mini_checkpoint: Path) -> None:
-    with _running(mini_checkpoint, "--drain-seconds", "1") as (process, url):
+    with running(mini_checkpoint, "--drain-seconds", "1") as (process, url):
         address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
         with socket.create_connection(address) as client:
             client.sendall(
@@ -269,7 +236,7 @@ def test_a_fault_of_the_engine_ends_the_process(mini_checkpoint: Path) -> None:
         "def broken(self): raise RuntimeError('a made-up fault')\n"
         "Scheduler.schedule = broken"
     )
-    with _running(mini_checkpoint, before=before) as (process, url):
+    with running(mini_checkpoint, before=before) as (process, url):
         response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=10)
         assert response.status_code == 503
         assert "a made-up fault" in response.json()["error"]["message"]
@@ -280,7 +247,7 @@ def test_a_fault_of_the_engine_ends_the_process(mini_checkpoint: Path) -> None:
 
 def test_kill_and_restart(mini_checkpoint: Path) -> None:
     """A client of a killed server gets an error at once, and the port serves again."""
-    with _running(mini_checkpoint) as (process, url):
+    with running(mini_checkpoint) as (process, url):
         with httpx.stream(
             "POST", f"{url}/v1/completions", json=LONG_STREAM, timeout=10
         ) as response:
@@ -292,7 +259,7 @@ def test_kill_and_restart(mini_checkpoint: Path) -> None:
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{url}/health", timeout=10)
     port = url.rsplit(":", 1)[1]
-    with _running(mini_checkpoint, "--port", port) as (_, again):
+    with running(mini_checkpoint, "--port", port) as (_, again):
         assert again == url
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
 
@@ -310,7 +277,7 @@ def test_flags_from_a_file(mini_checkpoint: Path, tmp_path: Path) -> None:
         [sys.executable, "-P", "-m", "kdecode.cli", *argv], stderr=subprocess.PIPE, text=True
     )
     try:
-        url = _started(process)
+        url = started(process)
         config = httpx.get(f"{url}/config/fingerprint").json()["config"]
         assert config["decode_backend"] == "latency_specialized"
         assert config["max_context_tokens"] == 256
