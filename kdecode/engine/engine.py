@@ -274,6 +274,8 @@ class LLM:
             "device": engine.device,
             "isa": self._worker.engine.isa,
             "lossless_packing": engine.lossless_packing,
+            "trunk_format": engine.trunk_format,
+            "weights_differ_from_checkpoint": engine.changes_weights,
             "threads": engine.resolved_threads(),
             "cache": {
                 "dtype": caches.cache_dtype,
