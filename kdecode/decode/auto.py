@@ -29,7 +29,7 @@ from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.kda_commit.move import move
-from kdecode.kernels.linear.product import Scratch
+from kdecode.kernels.linear.product import ProductSettings
 from kdecode.kernels.mlp.op import MlpWeights
 from kdecode.kernels.projection.op import ProjectionWeights
 from kdecode.kernels.residual.op import ResidualUse
@@ -44,7 +44,7 @@ def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -
     buffers = Buffers()
     buffers.caches = caches
     buffers.limits = StepLimits.of(config, caches, engine.max_context_tokens)
-    buffers.products = Scratch(engine.device, engine.isa)
+    buffers.products = ProductSettings(engine.device, engine.isa)
     builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs))
     steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
     for layer in range(config.num_layers):

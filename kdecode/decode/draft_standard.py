@@ -19,7 +19,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, MlaConfig
 from kdecode.config_draft import DraftConfig, GqaConfig
 from kdecode.kernels.common.norm import rms_norm
-from kdecode.kernels.linear.product import Scratch, make_linear
+from kdecode.kernels.linear.product import ProductSettings, make_linear
 from kdecode.model.draft_layout import PackedDraft, PackedDraftLayer, PackedDraftMla
 from kdecode.model.draft_reference import frequencies
 from kdecode.model.layout import PackedModel
@@ -81,7 +81,7 @@ class StandardDraft:
         self._num_threads = engine.resolved_threads()
         self._embed = target.embed if packed.embed is None else packed.embed
         head = target.head if packed.head is None else packed.head
-        self._head = make_linear(head, Scratch(engine.device, engine.isa))
+        self._head = make_linear(head, ProductSettings(engine.device, engine.isa))
         self._frequencies = frequencies(config.rope)
 
     def append(self, parts: Sequence[ContextRows]) -> None:

@@ -67,9 +67,9 @@ class Buffers(dict[str, torch.Tensor]):
     ``batch`` is the `cache.batch.StepBatch` being run; ``caches`` the `cache.Caches` it works on;
     ``limits`` the `decode.step_check.StepLimits` of any batch; ``pool`` the threads of native
     steps. The standard path also has ``step``, the step's `common.step.StepTensors`, ``products``,
-    the `linear.product.Scratch` of its products, and ``effects``, the `common.step.RowEffects` of
-    its verified rows by (slot, layer). A static plan of verify steps has those of all its rows, by
-    layer.
+    the `linear.product.ProductSettings` of its products, and ``effects``, the
+    `common.step.RowEffects` of its verified rows by (slot, layer). A static plan of verify steps
+    has those of all its rows, by layer.
     """
 
     batch: Any

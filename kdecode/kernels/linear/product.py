@@ -1,14 +1,14 @@
 """``x W^T`` for any packed matrix and any number of rows: which product is chosen when it is made.
 
-"rows" matrices are torch's `F.linear`. Tiles are the native product up to `NATIVE_ROWS` rows; for
-more they are unpacked, a block at a time, into scratch that all products of a plan share. fp32
-accumulation, rounded once. Uses no native library for "rows", so such a plan does not need one.
+"rows" matrices are torch's `F.linear`, tiles the native product; on another device than a CPU tiles
+are unpacked for torch. fp32 accumulation, rounded once. Uses no native library for "rows", so such
+a plan does not need one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,31 +19,17 @@ from kdecode.kernels.linear.unpack import unpack_rows
 
 Linear = Callable[[Tensor], Tensor]
 
-# Rows up to which native passes over a matrix, 8 rows each, cost less than unpacking it for torch.
-NATIVE_ROWS = 128
-_BLOCK_BYTES = 4 * 2**20
 
+@dataclass(frozen=True)
+class ProductSettings:
+    """What the products of one plan have in common. isa: of the native ones; None is the best."""
 
-class Scratch:
-    """What the products of one plan share: a bf16 buffer and the native instruction set.
-
-    The buffer grows to the largest use; each use overwrites the last one's. isa None: the best.
-    """
-
-    def __init__(self, device: str, isa: str | None = None) -> None:
-        self.device = device
-        self.isa = isa
-        self._data = torch.empty(0, dtype=torch.bfloat16, device=device)
-
-    def take(self, rows: int, cols: int) -> Tensor:
-        """An uninitialised [rows, cols]."""
-        if rows * cols > self._data.numel():
-            self._data = torch.empty(rows * cols, dtype=torch.bfloat16, device=self.device)
-        return self._data[: rows * cols].view(rows, cols)
+    device: str
+    isa: str | None = None
 
 
 def make_linear(
-    matrix: Matrix, scratch: Scratch, out_dtype: torch.dtype = torch.bfloat16
+    matrix: Matrix, settings: ProductSettings, out_dtype: torch.dtype = torch.bfloat16
 ) -> Linear:
     """A function [R, cols] bf16 -> [R, rows] in ``out_dtype`` (fp32: the unrounded sums)."""
     if matrix.format == "rows":
@@ -53,15 +39,11 @@ def make_linear(
     # The native library is needed by packed formats only.
     from kdecode.kernels.linear.native import tiles_linear
 
-    def run(x: Tensor) -> Tensor:
-        if x.shape[0] <= NATIVE_ROWS:
-            return tiles_linear(x.contiguous(), matrix, out_dtype, scratch.isa)
-        return unpacked_linear(x, matrix, scratch, out_dtype)
-
-    return run
+    isa = settings.isa
+    return lambda x: tiles_linear(x.contiguous(), matrix, out_dtype, isa)
 
 
-def make_head_linear(matrix: Matrix, heads: int, scratch: Scratch) -> Linear:
+def make_head_linear(matrix: Matrix, heads: int, settings: ProductSettings) -> Linear:
     """A block-diagonal product: [R, H, cols] -> [R, H, rows / H] bf16, head h by its own rows."""
     width = matrix.rows // heads
     is_sliceable = width % TILE_ROWS == 0 and matrix.data.device.type == "cpu"
@@ -76,46 +58,21 @@ def make_head_linear(matrix: Matrix, heads: int, scratch: Scratch) -> Linear:
     def run(x: Tensor) -> Tensor:
         rows = x.shape[0]
         by_head = x.transpose(0, 1).reshape(heads * rows, matrix.cols).contiguous()
-        if rows <= NATIVE_ROWS:
-            out = tiles_linear_grouped(by_head, matrices, [rows] * heads, isa=scratch.isa)
-            return out.view(heads, rows, width).transpose(0, 1)
-        weight = unpack(matrix, scratch).view(heads, width, matrix.cols)
-        out = torch.bmm(by_head.view(heads, rows, -1), weight.transpose(1, 2))
-        return out.transpose(0, 1)
+        out = tiles_linear_grouped(by_head, matrices, [rows] * heads, isa=settings.isa)
+        return out.view(heads, rows, width).transpose(0, 1)
 
     return run
 
 
-def unpack(matrix: Matrix, scratch: Scratch) -> Tensor:
-    """A tile matrix in scratch, row-major bf16 [rows, cols]; valid until scratch is used again."""
-    if matrix.data.device.type != "cpu":
+def unpack(matrix: Matrix, isa: str | None = None) -> Tensor:
+    """Row-major bf16 [rows, cols]; the matrix's own data in "rows"."""
+    if matrix.format == "rows" or matrix.data.device.type != "cpu":
         return unpack_rows(matrix)
     from kdecode.kernels.linear.native import unpack_tiles
 
-    rows = scratch.take(matrix.rows, matrix.cols)
-    unpack_tiles(matrix, rows, scratch.isa)
+    rows = torch.empty(matrix.rows, matrix.cols, dtype=torch.bfloat16)
+    unpack_tiles(matrix, rows, isa)
     return rows
-
-
-def unpack_copy(matrix: Matrix, isa: str | None) -> Tensor:
-    """Row-major bf16 [rows, cols] that stays valid; the matrix's own data in "rows"."""
-    return matrix.data if matrix.format == "rows" else unpack(matrix, Scratch("cpu", isa))
-
-
-def unpacked_linear(
-    x: Tensor, matrix: Matrix, scratch: Scratch, out_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """The product through torch, with at most `_BLOCK_BYTES` of the matrix unpacked at a time."""
-    tiles_per_block = max(1, _BLOCK_BYTES // (TILE_ROWS * matrix.cols * 2))
-    rows_per_block = tiles_per_block * TILE_ROWS
-    if matrix.rows <= rows_per_block:
-        return _rows_linear(unpack(matrix, scratch), out_dtype)(x)
-    out = torch.empty(x.shape[0], matrix.rows, dtype=out_dtype, device=x.device)
-    for begin in range(0, matrix.rows, rows_per_block):
-        block = _tile_block(matrix, begin, min(matrix.rows, begin + rows_per_block))
-        product = _rows_linear(unpack(block, scratch), out_dtype)(x)
-        out[:, begin : begin + block.rows] = product
-    return out
 
 
 def _tile_block(matrix: Matrix, begin: int, end: int) -> Matrix:

@@ -21,7 +21,7 @@ from kdecode.kernels.linear.product import (
     Linear,
     make_head_linear,
     make_linear,
-    unpack_copy,
+    unpack,
 )
 from kdecode.kernels.mla_attention.rows import CacheRows
 
@@ -36,14 +36,14 @@ def refuse(problem: Problem) -> list[str]:
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed MLA layer."""
     assert problem.layer is not None
-    mla, scratch = problem.config.mla, buffers.products
+    mla, products = problem.config.mla, buffers.products
     caches, layer = buffers.caches, problem.layer
     return _Attention(
         mla=mla,
         weights=weights,
-        q_b=None if weights.q_b is None else make_linear(weights.q_b, scratch),
-        absorb=make_head_linear(weights.w_uk, mla.num_heads, scratch),
-        value=make_head_linear(weights.w_uv, mla.num_heads, scratch),
+        q_b=None if weights.q_b is None else make_linear(weights.q_b, products),
+        absorb=make_head_linear(weights.w_uk, mla.num_heads, products),
+        value=make_head_linear(weights.w_uv, mla.num_heads, products),
         cache=CacheRows(caches.pages[layer], caches.scales[layer]),
         buffers=buffers,
     )
@@ -134,8 +134,8 @@ class _Attention:
         mla, context = self.mla, rows.shape[0]
         latent, rest = torch.split(rows, [mla.kv_rank, mla.rope_dim], dim=-1)
         isa = self.buffers.products.isa
-        w_uk = unpack_copy(self.weights.w_uk, isa).view(mla.num_heads, mla.kv_rank, mla.nope_dim)
-        w_uv = unpack_copy(self.weights.w_uv, isa).view(mla.num_heads, mla.v_dim, mla.kv_rank)
+        w_uk = unpack(self.weights.w_uk, isa).view(mla.num_heads, mla.kv_rank, mla.nope_dim)
+        w_uv = unpack(self.weights.w_uv, isa).view(mla.num_heads, mla.v_dim, mla.kv_rank)
         group = max(1, _EXPANDED_BYTES // (context * mla.qk_dim * 4))
         outs = []
         for begin in range(0, mla.num_heads, group):

@@ -16,7 +16,7 @@ from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.experts import torch_impl as experts
 from kdecode.kernels.experts.op import CONTRACT
-from kdecode.kernels.linear.product import Scratch
+from kdecode.kernels.linear.product import ProductSettings
 from kdecode.kernels.route import torch_impl as route
 from kdecode.testing.cases import tiny_k3, tiny_linear
 from kdecode.testing.compare import assert_close
@@ -31,7 +31,7 @@ def _config(form: str) -> ModelConfig:
 
 
 def _prepare(kind: Any, config: ModelConfig, weights: Any, buffers: Buffers) -> Any:
-    buffers.products = Scratch("cpu")
+    buffers.products = ProductSettings("cpu")
     problem = Problem(config, 1, None, 1, "cpu", "bf16", 16, 64, "")
     assert kind.refuse(problem) == []
     return kind.prepare(problem, weights, buffers)
@@ -71,11 +71,9 @@ def _oracle(config: ModelConfig, x: Tensor, gate_up: Tensor, down: Tensor) -> Te
 
 @pytest.mark.parametrize("form", ["rows", "tiles", "mxfp4_tiles"])
 @pytest.mark.parametrize("rows", [1, 2, 9, 40])
-@pytest.mark.parametrize("grouped_rows", [0, 3, 1000])
-def test_experts(
-    random_matrix: Callable[..., Any], form: str, rows: int, grouped_rows: int
-) -> None:
-    """All unpacked, some of each, all grouped: one oracle."""
+@pytest.mark.parametrize("is_native", [False, True])
+def test_experts(random_matrix: Callable[..., Any], form: str, rows: int, is_native: bool) -> None:
+    """All unpacked, all grouped: one oracle."""
     config = _config(form)
     packed = [_expert(random_matrix, form, seed) for seed in range(NUM_EXPERTS)]
     generator = torch.Generator().manual_seed(rows)
@@ -87,8 +85,8 @@ def test_experts(
     buffers = Buffers(mlp_in=x, route_ids=ids.int(), route_weights=weights)
     prepared = _prepare(experts, config, SimpleNamespace(experts=[e[0] for e in packed]), buffers)
     if form != "rows":
-        assert prepared.grouped_rows == experts.GROUPED_ROWS
-        prepared = replace(prepared, grouped_rows=grouped_rows)
+        assert prepared.is_native
+        prepared = replace(prepared, is_native=is_native)
     prepared.run()
     gold = torch.zeros(rows, WIDTH, dtype=torch.float64)
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""Products of the standard forward: every format, on both sides of the switch to unpacking."""
+"""Products of the standard forward: every format, up to several passes of rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from kdecode.kernels.common.matrix import Matrix
-from kdecode.kernels.linear import product
-from kdecode.kernels.linear.product import Scratch, make_head_linear, make_linear
+from kdecode.kernels.linear.product import ProductSettings, make_head_linear, make_linear
 from kdecode.kernels.linear.unpack import unpack_rows
 
-ROWS = (1, 9, product.NATIVE_ROWS, product.NATIVE_ROWS + 1)
+ROWS = (1, 9, 64, 65, 150)
 
 
 def _matrix(
@@ -38,24 +37,11 @@ def test_linear(random_matrix: Callable[..., Any], form: str, rows: int, is_fp32
     # A column slice, as the ops pass them.
     x = _input(rows, 70)[:, :64]
     out_dtype = torch.float32 if is_fp32 else torch.bfloat16
-    y = make_linear(matrix, Scratch("cpu"), out_dtype)(x)
+    y = make_linear(matrix, ProductSettings("cpu"), out_dtype)(x)
     gold = x.double() @ dense.T
     assert y.dtype == out_dtype
     bound = 1e-5 if is_fp32 else 2.0**-8
     assert (y.double() - gold).abs().max() <= bound * gold.abs().max()
-
-
-@pytest.mark.parametrize("form", ["tiles", "mxfp4_tiles"])
-def test_a_large_matrix_is_unpacked_in_blocks(
-    random_matrix: Callable[..., Any], form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrix, dense = _matrix(random_matrix, form, 72, 64)
-    monkeypatch.setattr(product, "_BLOCK_BYTES", 2 * 16 * 64 * 2)  # two tiles: blocks of 32, 32, 8
-    scratch = Scratch("cpu")
-    x = _input(product.NATIVE_ROWS + 1, 64)
-    y = make_linear(matrix, scratch)(x)
-    assert (y.double() - x.double() @ dense.T).abs().max() <= 2.0**-8 * dense.abs().max() * 64
-    assert scratch.take(1, 1).untyped_storage().nbytes() == 32 * 64 * 2
 
 
 @pytest.mark.parametrize("form", ["rows", "tiles"])
@@ -66,7 +52,7 @@ def test_head_linear(random_matrix: Callable[..., Any], form: str, width: int, r
     heads, cols = 3, 32
     matrix, dense = _matrix(random_matrix, form, heads * width, cols)
     x = _input(rows, heads, cols)
-    y = make_head_linear(matrix, heads, Scratch("cpu"))(x)
+    y = make_head_linear(matrix, heads, ProductSettings("cpu"))(x)
     gold = torch.einsum("rhc,hwc->rhw", x.double(), dense.view(heads, width, cols))
     assert y.shape == gold.shape
     assert (y.double() - gold).abs().max() <= 2.0**-8 * gold.abs().max()
@@ -77,10 +63,3 @@ def test_head_linear(random_matrix: Callable[..., Any], form: str, width: int, r
 def test_torch_unpacks_exactly(random_matrix: Callable[..., Any], form: str, rows: int) -> None:
     made = random_matrix(form, rows, 96)
     assert torch.equal(unpack_rows(made.matrix).double(), made.dense)
-
-
-def test_scratch_grows_and_is_shared() -> None:
-    scratch = Scratch("cpu")
-    first = scratch.take(4, 8)
-    assert scratch.take(8, 4).data_ptr() == first.data_ptr()
-    assert scratch.take(8, 8).shape == (8, 8)
