@@ -129,6 +129,7 @@ class StepLoop:
             decode_steps=dict(request.decode_steps),
             num_preemptions=request.num_preemptions,
             error=request.error,
+            is_refusal=request.is_refusal,
             logprobs=tuple(request.logprobs),
             prompt_logprobs=tuple(request.prompt_logprobs),
             rounds=request.rounds,

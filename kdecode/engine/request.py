@@ -220,6 +220,8 @@ class Request:
     pages: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    # The error is that nothing can follow what was asked for.
+    is_refusal: bool = False
     num_preemptions: int = 0
     # Decode steps that served this request, by (path, reason why not the specialised one).
     decode_steps: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -277,7 +279,8 @@ class Output:
     """What a finished request produced.
 
     token_ids: every token, a token that ended it included. text: the decoded tokens, without an end
-    token and without a stop string or what follows it. error: set when finish_reason is "error".
+    token and without a stop string or what follows it. error: set when finish_reason is "error";
+    is_refusal: it is about what the request asked for.
     decode_steps: decode steps by (path, reason). logprobs: one a token when they were asked for.
     prompt_logprobs: one for each token of the prompt but the first, when they were asked for.
     rounds: of speculative decoding; where they are synthetic, the reply is no answer of the model.
@@ -291,6 +294,7 @@ class Output:
     decode_steps: dict[tuple[str, str], int]
     num_preemptions: int = 0
     error: str | None = None
+    is_refusal: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     rounds: RoundStats = field(default_factory=RoundStats)

@@ -42,9 +42,13 @@ class Draw:
 
 @dataclass(frozen=True)
 class BadLogits:
-    """A row that has no choice; the message says why."""
+    """A row that has no choice; the message says why.
+
+    is_refusal: what the request asked for leaves none, and nothing is wrong with the model.
+    """
 
     message: str
+    is_refusal: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,15 @@ def adjusted(logits: Tensor, draw: Draw) -> Tensor | BadLogits:
         try:
             logits = draw.controls.adjust(logits)
         except ControlError as error:
-            return BadLogits(str(error))
+            return BadLogits(str(error), is_refusal=True)
     if draw.banned_ids:
         others = logits.clone()
         others[list(draw.banned_ids)] = float("-inf")
         if float(others.max()) > float("-inf"):
             logits = others
         elif draw.params.structured is None:
-            return BadLogits("min_tokens bans every token that has a finite logit")
+            message = "min_tokens bans every token that has a finite logit"
+            return BadLogits(message, is_refusal=True)
     return logits
 
 

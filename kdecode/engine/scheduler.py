@@ -159,6 +159,7 @@ class Scheduler:
             if request.is_finished:
                 continue
             if isinstance(choice, BadLogits):
+                request.is_refusal = choice.is_refusal
                 self.finish(request, "error", choice.message)
             elif choice is not None and choice.verdict is not None:
                 request.num_cached += choice.verdict.committed_rows

@@ -260,6 +260,8 @@ class Run:
                 output = self._group.outputs[index]
                 watch.finish("error")
                 message = output.error if output is not None else "no output"
+                if output is not None and output.is_refusal:
+                    raise ApiError(400, f"The request ended: {message}.", "nothing_can_follow")
                 raise ApiError(500, f"The request broke: {message}", "request_failed")
             piece = choice.feed(event)
             if choice.finish_reason is not None:

@@ -202,6 +202,7 @@ def test_a_language_without_a_way_on_ends_its_request_alone(llm: LLM) -> None:
     broken, other = map(llm.loop.collect, numbers)
     assert broken.finish_reason == "error"
     assert broken.error is not None
+    assert broken.is_refusal
     assert other.token_ids == alone
     assert llm.stats()["pages_used"] == llm.stats()["slots_used"] == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from replies import USER, k3_tokenizer, reply_ids
 from served_model import Served
@@ -178,6 +179,15 @@ def test_other_languages(served: Served) -> None:
         assert reply.choices[0].text in texts
     reply = _chat(served, response_format={"type": "json_object"}, max_tokens=60)
     assert reply.choices[0].message.content.startswith("{")
+
+
+def test_a_language_without_a_way_on_is_the_clients_error(served: Served) -> None:
+    extra = {"guided_choice": ["yes"], "bad_words": ["y"]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        _chat(served, extra_body=extra)
+    assert caught.value.code == "nothing_can_follow"
+    with pytest.raises(openai.APIError, match="no token that could follow"):
+        list(_chat(served, extra_body=extra, stream=True))
 
 
 @pytest.mark.parametrize("stream", [False, True])
