@@ -7,26 +7,21 @@ plain decoding along that run's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from proposers import Scripted, SelfDraft, inner, use, without_drafts
+from speculation_cases import BACKENDS, Plain, build, draft_directory, greedy
 from torch import Tensor
 
 from kdecode.config_draft import DraftKind
 from kdecode.config_speculative import SpeculativeConfig
 from kdecode.engine.engine import LLM
-from kdecode.engine.request import Output, Request, SamplingParams
+from kdecode.engine.request import Output, Request
 from kdecode.kernels.contract import Tolerance
-from kdecode.model.draft_synthesis import make_draft
-from kdecode.testing.compare import near_tie, state_close
-from kdecode.testing.poison import poison_
+from kdecode.testing.compare import state_close
 
-BACKENDS = ("auto", "latency_specialized")
-# Two correct runs may choose apart where logits are so close: 5 % of a large one, as in `compare`.
-NEAR_TIE = 0.5
 # As in tests/speculative/test_loop.py: a window off by one token has 0.66, a state 0.076 and more.
 STATE = {
     "window": Tolerance(rtol=0.5, atol=0.5, rms_ratio=0.1),
@@ -41,69 +36,10 @@ NEW_TOKENS = 24
 MAX_NEAR_TIES = 4
 
 
-@pytest.fixture(scope="session")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[[DraftKind], str]:
-    """The directory of a random draft for the smallest model."""
-    base = tmp_path_factory.mktemp("drafts")
-
-    def make(kind: DraftKind) -> str:
-        if not (base / kind).exists():
-            make_draft(base / kind, "mini", kind, seed=0)
-        return str(base / kind)
-
-    return make
-
-
-def _build(
-    checkpoint: Path, backend: str, speculative: SpeculativeConfig | None, **settings: object
-) -> LLM:
-    defaults = {
-        "num_threads": 1,
-        "page_tokens": 16,
-        "max_context_tokens": 96,
-        "max_requests": 3,
-        # A prompt of 45 tokens is two chunks of 24 and 21.
-        "max_step_tokens": 24,
-    }
-    llm = LLM(
-        checkpoint, decode_backend=backend, speculative=speculative, **{**defaults, **settings}
-    )
-    caches = llm._worker.caches
-    for part in (caches.conv, caches.recurrent, caches.pages, caches.draft):
-        for pool in part.values():
-            poison_(pool)
-    return llm
-
-
-def _greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Plain decoding of a backend: the engine, and its replies to the prompts."""
-
-    llm: LLM
-    outputs: list[Output]
-
-    @property
-    def replies(self) -> dict[int, tuple[int, ...]]:
-        return {number: output.token_ids for number, output in enumerate(self.outputs)}
-
-    def near_ties(self, outputs: Sequence[Output]) -> int:
-        """How many tokens are not what plain decoding says there; each must be at a near-tie."""
-        count = 0
-        for output in outputs:
-            logits = self.llm.teacher_forced(output.prompt_ids, output.token_ids)
-            for row, token in zip(logits, output.token_ids, strict=True):
-                count += near_tie(row, token, NEAR_TIE) > 0
-        return count
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def plain(request: pytest.FixtureRequest, mini_checkpoint: Path) -> Plain:
-    llm = _build(mini_checkpoint, request.param, None)
-    return Plain(llm, llm.generate(PROMPTS, _greedy()))
+    llm = build(mini_checkpoint, request.param, None)
+    return Plain(llm, llm.generate(PROMPTS, greedy(NEW_TOKENS)))
 
 
 def _snapshot(llm: LLM, request: Request) -> dict[str, Tensor]:
@@ -125,7 +61,7 @@ def _watched(
     numbers = []
     for index, prompt in enumerate(prompts):
         ids = None if forced is None else forced[index]
-        numbers.append(llm.add_request(prompt, _greedy(), forced_ids=ids))
+        numbers.append(llm.add_request(prompt, greedy(NEW_TOKENS), forced_ids=ids))
     requests = [llm.loop._requests[number] for number in numbers]
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in prompts]
     while llm.loop.scheduler.has_work:
@@ -146,20 +82,27 @@ def _make_proposer(kind: str, llm: LLM, plain: Plain, order: Sequence[int]) -> N
         use(llm, SelfDraft(inner(llm), llm._worker.runner, llm._worker.caches))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1,)], ids=["batch", "alone"])
-@pytest.mark.parametrize("kind", ["scripted", "self", "inferact", "redhat"])
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        ("scripted", (0, 1, 2)),
+        ("scripted", (1,)),
+        ("self", (0, 1, 2)),
+        ("inferact", (0, 1, 2)),
+        ("redhat", (1,)),
+    ],
+)
 def test_tokens_and_state_of_plain_decoding(
     plain: Plain,
     mini_checkpoint: Path,
-    draft: Callable[[DraftKind], str],
     kind: str,
     order: tuple[int, ...],
 ) -> None:
     """State after every step, too: windows, recurrent states, cache rows, the draft's own rows."""
     published: DraftKind = "redhat" if kind == "redhat" else "inferact"
-    config = SpeculativeConfig(draft(published), 3)
+    config = SpeculativeConfig(draft_directory(mini_checkpoint, published), 3)
     backend = plain.llm.engine_config.decode_backend
-    llm = _build(mini_checkpoint, backend, config)
+    llm = build(mini_checkpoint, backend, config)
     _make_proposer(kind, llm, plain, order)
     prompts = [PROMPTS[which] for which in order]
     outputs, states = _watched(llm, prompts)
@@ -167,7 +110,7 @@ def test_tokens_and_state_of_plain_decoding(
     # A native verify step of one request has the very sums of single steps.
     is_exact = backend == "latency_specialized" and len(order) == 1
     assert plain.near_ties(outputs) <= (0 if is_exact else MAX_NEAR_TIES)
-    reference = _build(mini_checkpoint, backend, config)
+    reference = build(mini_checkpoint, backend, config)
     without_drafts(reference)
     for output, seen in zip(outputs, states, strict=True):
         # Plain decoding along the same tokens, one request at a time.
