@@ -174,6 +174,11 @@ def test_bench_prints_a_floor_and_shares_of_it(
         code, out, _ = _run(capsys, "bench", "layer", *common, *engine)
         assert code == 0
         assert f"backend {backend}, 2 rows, 16 tokens of context" in out
+        code, out, _ = _run(capsys, "bench", "layer", *common, "--drafts", 3, *engine)
+        assert code == 0
+        assert f"backend {backend}, 8 rows, 4 a request, 16 tokens of context" in out
+        assert "then the KDA slots past all 4 rows of a request:" in out.splitlines()[-1]
+        code, out, _ = _run(capsys, "bench", "layer", *common, *engine)
         assert "launches a layer" in out
         assert "KDA + MoE" in out
 
@@ -237,6 +242,25 @@ def test_plan_of_a_verify_step(capsys: pytest.CaptureFixture[str], mini_checkpoi
     code, out, _ = _run(capsys, "plan", mini_checkpoint, *args, "--json")
     document = json.loads(out)
     assert (code, document["rows"], document["rows_per_request"]) == (0, 8, 4)
+
+
+def test_plan_with_a_draft(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
+) -> None:
+    args = ("plan", mini_checkpoint, "--decode-backend", "latency_specialized", *ENGINE)
+    for kind, last in (
+        ("inferact", "committed tokens: draft_context and draft_insert of 2 layers in one native"),
+        ("radixark", "the draft runs in torch: The native draft plan has latent attention; this"),
+    ):
+        make_draft(tmp_path / kind, "mini", kind, seed=0)
+        text = json.dumps({"model": str(tmp_path / kind), "num_speculative_tokens": 7})
+        code, out, _ = _run(capsys, *args, "--speculative-config", text)
+        assert code == 0
+        assert out.startswith("backend latency_specialized, 8 rows, 8 a request\n")
+        assert out.splitlines()[-1].startswith(last)
+    code, _, error = _run(capsys, *args, "--speculative-config", text, "--drafts", 3)
+    assert code == 2
+    assert "Give --drafts or --speculative-config" in error
 
 
 def test_a_refusal_in_json_is_a_list(

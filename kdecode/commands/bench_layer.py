@@ -50,6 +50,12 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--context-tokens", type=positive, default=128, help="tokens in each request's cache"
     )
+    part.add_argument(
+        "--drafts",
+        type=positive,
+        metavar="N",
+        help="drafts of each request: the step that verifies them, of a MODEL",
+    )
     part.add_argument("--runs", type=positive, default=15)
     part.add_argument("--json", action="store_true", help="one JSON document instead")
     shape = part.add_argument_group("shape of a release, instead of a MODEL; on both backends")
@@ -69,11 +75,13 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} needs a --shape.")
     args.decode_backend = args.decode_backend or EngineConfig().decode_backend
-    llm, probe = open_engine(args, 0)
+    llm, probe = open_engine(args, args.drafts or 0)
     document, text = _timed(
         probe,
         llm.engine_config,
-        lambda: llm.inspect_decode(args.rows, args.context_tokens, args.runs),
+        lambda: llm.inspect_decode(
+            args.rows, args.context_tokens, args.runs, drafts=args.drafts or 0
+        ),
     )
     document["config"] = llm.resolved_config()
     return document, text
@@ -96,6 +104,8 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.engine.shape_probe import inspect_shape
     from kdecode.model.rank_share import share_of_release
 
+    if args.drafts is not None:
+        raise InputError("--drafts needs a MODEL; a --shape has no step that verifies them.")
     if args.model is not None:
         raise InputError(f"A model, {args.model}, and a --shape were given; one of them is timed.")
     layers = args.layers or DEFAULT_LAYERS
@@ -153,6 +163,7 @@ def _timed(
             f"{_share(cost.num_bytes, cost.plan_microseconds, bandwidth)} of the floor at "
             f"{bandwidth / 1e9:.1f} GB/s; its steps one by one "
             f"{sum(step.microseconds for step in cost.steps):,.0f} us{spoilt}",
+            *_commit_line(cost, bandwidth),
         ]
     )
     document = {
@@ -173,11 +184,24 @@ def _timed(
     return document, text
 
 
+def _commit_line(cost: PlanCost, bandwidth: float) -> list[str]:
+    """What comes after a verify step, once it is known what stays."""
+    spent = cost.commit_microseconds
+    if spent is None:
+        return []
+    share = _share(cost.commit_bytes, spent, bandwidth)
+    return [
+        f"then the KDA slots past all {cost.rows_per_request} rows of a request: {spent:,.0f} us, "
+        f"{mebibytes(cost.commit_bytes)}, {share} of the floor"
+    ]
+
+
 def title(cost: PlanCost, config: EngineConfig) -> str:
     note = weights_note(config)
+    each = f", {cost.rows_per_request} a request" if cost.rows_per_request > 1 else ""
     return (
         ("" if note is None else f"{note}\n")
-        + f"backend {cost.backend}, {counted(cost.rows, 'row')}, "
+        + f"backend {cost.backend}, {counted(cost.rows, 'row')}{each}, "
         f"{counted(cost.context_tokens, 'token')} of context, {len(cost.steps)} launches a step"
     )
 

@@ -11,6 +11,7 @@ from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
     add_model_argument,
+    add_speculative_argument,
     context_tokens,
     engine_config,
     mebibytes,
@@ -42,13 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafts",
         type=positive,
         metavar="N",
-        help="drafts of each request: the plan of the step that verifies them",
+        help="drafts of each request: the plan of the step that verifies them; "
+        "--speculative-config has a number of its own, and shows the draft's plan too",
     )
     parser.add_argument(
         "--context-tokens", type=positive, default=1024, help="tokens in each request's cache"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead")
     add_engine_arguments(parser)
+    add_speculative_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.config is not None and args.model is not None:
         raise InputError("Give a MODEL or --config, not both: the model has a configuration.")
+    if config.speculative is not None:
+        if args.drafts is not None:
+            raise InputError("Give --drafts or --speculative-config, which has their number.")
+        args.drafts = config.speculative.num_speculative_tokens
     try:
         # An engine that does not speculate has no plan of verify steps; its configuration tells it.
         is_described = args.config is not None or args.drafts is not None
@@ -84,7 +91,28 @@ def run(args: argparse.Namespace) -> int:
         f"{mebibytes(document['state_bytes_per_row'])} of state and cache at "
         f"{counted(args.context_tokens, 'token')} of context"
     )
+    if config.speculative is not None:
+        print(f"\n{_draft_text(args, config)}", end="")
     return 0
+
+
+def _draft_text(args: argparse.Namespace, config: EngineConfig) -> str:
+    """The plan of the draft's block, or why it has none."""
+    from kdecode.config import ModelConfig
+    from kdecode.config_draft import DraftConfig
+    from kdecode.decode.latency_specialized import BackendRefusedError
+    from kdecode.engine.describe import describe_draft
+
+    speculative = config.speculative
+    assert speculative is not None
+    target = ModelConfig.from_checkpoint(Path(args.config or model_directory(args)))
+    draft = DraftConfig.from_checkpoint(speculative.model, speculative.tap_stream)
+    draft.check_target(target)
+    try:
+        plan = describe_draft(target, config, draft, speculative.num_speculative_tokens)
+    except BackendRefusedError as error:
+        return f"the draft runs in torch: {' '.join(error.reasons)}\n"
+    return f"the draft: {plan.explain()}"
 
 
 def _built(args: argparse.Namespace, config: EngineConfig) -> tuple[DecodePlan, int]:

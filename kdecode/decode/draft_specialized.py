@@ -36,7 +36,7 @@ from kdecode.model.draft_tiles import (
     plan_config,
     refuse_layout,
 )
-from kdecode.model.layout import PackedModel, TrunkFormat
+from kdecode.model.layout import PackedModel
 
 # Rows of one pass over committed tokens: those of a round, and many for prompts.
 CONTEXT_ROWS = (MAX_ROWS, 32, 16, *range(9, 0, -1))
@@ -68,16 +68,20 @@ def draft_deployment(config: DraftConfig, target: Deployment, num_drafts: int) -
     )
 
 
-def describe(
-    config: DraftConfig, target: Deployment, trunk_format: TrunkFormat, num_drafts: int
-) -> DecodePlan:
+def describe(config: DraftConfig, target: Deployment, num_drafts: int) -> DecodePlan:
     """The block's plan without what it runs on. Raises BackendRefusedError with every reason."""
     reasons = refuse(config, target, num_drafts)
     if reasons:
         raise latency_specialized.BackendRefusedError(reasons)
     deployment = draft_deployment(config, target, num_drafts)
-    packed = outline_draft_plan(config, trunk_format)
-    return latency_specialized.describe(deployment, packed, num_drafts, num_drafts)
+    packed = outline_draft_plan(config)
+    plan = latency_specialized.describe(deployment, packed, num_drafts, num_drafts)
+    notes = (
+        "a native call of markov for each draft, left to right",
+        f"committed tokens: draft_context and draft_insert of {config.num_layers} layers in one "
+        f"native call, at most {CONTEXT_ROWS[0]} rows",
+    )
+    return replace(plan, notes=notes)
 
 
 class SpecializedDraft:

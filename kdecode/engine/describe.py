@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
-from kdecode.decode import latency_specialized
+from kdecode.config_draft import DraftConfig
+from kdecode.decode import draft_specialized, latency_specialized
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.plan import DecodePlan, cannot_run
 from kdecode.decode.runner import deployment_of, plan_sizes, resolve
@@ -56,3 +57,15 @@ def describe_plan(
     plan = build_auto_plan(packed, caches, replace(engine, device="cpu"))
     steps = tuple(replace(step, run=cannot_run) for step in plan.steps)
     return replace(plan, steps=steps, notes=notes), size
+
+
+def describe_draft(
+    target: ModelConfig, engine: EngineConfig, draft: DraftConfig, num_drafts: int
+) -> DecodePlan:
+    """The plan of a draft's block. Raises BackendRefusedError with every reason why it has none."""
+    engine = resolve(engine)
+    if engine.decode_backend != "latency_specialized":
+        reason = f"decode_backend is {engine.decode_backend}, whose drafts run in torch."
+        raise latency_specialized.BackendRefusedError([reason])
+    deployment = deployment_of(target, engine, runs=False)
+    return draft_specialized.describe(draft, deployment, num_drafts)

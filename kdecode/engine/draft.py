@@ -18,7 +18,7 @@ from kdecode.decode.runner import StepRunner, deployment_of
 from kdecode.model.draft_layout import PackedDraft, pack_draft
 from kdecode.model.draft_parameters import DraftParameters
 from kdecode.model.draft_tiles import DraftPlanWeights, pack_draft_plan
-from kdecode.model.layout import PackedModel, TrunkFormat
+from kdecode.model.layout import PackedModel, tile_format
 from kdecode.speculative.dspark import DraftForward
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,13 @@ def pack_weights(
     draft: DraftConfig,
     engine: EngineConfig,
     target: ModelConfig,
-    trunk_format: TrunkFormat,
 ) -> DraftWeights:
-    """Copies a draft out of its mapped file, as its forward reads it."""
+    """Copies a draft out of its mapped file, as its forward reads it: bf16 whatever the trunk's."""
     reasons = plan_refusals(engine, draft, target)
     if not reasons:
-        return pack_draft_plan(parameters, draft, trunk_format, engine.isa)
+        assert engine.isa is not None, "a resolved configuration has one"
+        trunk = tile_format(engine.isa, engine.lossless_packing)
+        return pack_draft_plan(parameters, draft, trunk, engine.isa)
     if engine.decode_backend == "latency_specialized":
         log.info("the draft runs in torch: %s", " ".join(reasons))
     return pack_draft(parameters, draft, engine.device)

@@ -78,9 +78,7 @@ class Worker:
         self.packed_draft: DraftWeights | None = None
         if self.draft is not None and engine.speculative is not None:
             loaded = load_draft(engine.speculative.model, self.draft)
-            self.packed_draft = pack_weights(
-                loaded, self.draft, engine, self.config, trunk_format(engine)
-            )
+            self.packed_draft = pack_weights(loaded, self.draft, engine, self.config)
         packed = time.perf_counter()
         self.caches = allocate_caches(self.packed, engine, self.draft)
         self.runner = StepRunner(self.packed, self.caches, engine, self.draft, verify_rows(engine))

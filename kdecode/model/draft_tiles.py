@@ -134,6 +134,6 @@ def pack_draft_plan(
     )
 
 
-def outline_draft_plan(config: DraftConfig, trunk_format: TrunkFormat) -> PackedModel:
-    """The stack's shapes, for a plan that is only described."""
-    return outline_model(plan_config(config), trunk_format)
+def outline_draft_plan(config: DraftConfig) -> PackedModel:
+    """The stack's shapes in plain tiles, for a plan that is only described."""
+    return outline_model(plan_config(config), "tiles")

@@ -115,6 +115,7 @@ def test_what_is_not_there_ends_in_one_line(
         "no class for a kimi_k3 model": _peers(mini_checkpoint, "--peer", "transformers"),
         "blocks is 1": [*_peers(mini_checkpoint), "--blocks", "1"],
         "--rank needs a --shape": ["bench", "layer", "--rank", "1"],
+        "--drafts needs a MODEL": ["bench", "layer", "--shape", "kimi-k3", "--drafts", "3"],
         "one of them is timed": ["bench", "layer", str(mini_checkpoint), "--shape", "kimi-k3"],
         "rank is 16": [
             *("bench", "layer", "--shape", "kimi-k3"),

@@ -199,4 +199,4 @@ def test_grouped_attention_is_refused_by_name(
     assert "this draft's is grouped-query attention" in reasons[0]
     assert any("causal" in reason for reason in reasons) == (kind == "redhat")
     with pytest.raises(BackendRefusedError, match="grouped-query attention"):
-        draft_specialized.describe(config, deployment, "tiles", 7)
+        draft_specialized.describe(config, deployment, 7)

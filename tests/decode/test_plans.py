@@ -14,10 +14,12 @@ import pytest
 from released import kimi_k3, kimi_linear
 
 from kdecode.config import ConfigError, DecodeBackend, EngineConfig, ModelConfig
+from kdecode.config_draft import DraftConfig
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.plan import PlanError
-from kdecode.engine.describe import describe_plan
+from kdecode.engine.describe import describe_draft, describe_plan
 from kdecode.engine.engine import LLM
+from kdecode.model.draft_synthesis import draft_document
 from kdecode.model.presets import PRESETS, released_config
 
 PLANS = Path(__file__).parents[1] / "plans"
@@ -34,6 +36,7 @@ CASES: dict[str, tuple[DecodeBackend, int, int]] = {
     "latency_specialized.8": ("latency_specialized", 8, 1),
     "latency_specialized.verify": ("latency_specialized", 8, 8),
 }
+DRAFTED = ("mini", "kimi-k3")
 UPDATE = "pytest tests/decode/test_plans.py --update-plans"
 
 
@@ -51,7 +54,10 @@ def _described(model: str, case: str) -> str:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", CONFIGS)
 def test_plan_is_the_committed_one(request: pytest.FixtureRequest, model: str, case: str) -> None:
-    text, path = _described(model, case), PLANS / f"{model}.{case}.txt"
+    _check_snapshot(request, _described(model, case), PLANS / f"{model}.{case}.txt")
+
+
+def _check_snapshot(request: pytest.FixtureRequest, text: str, path: Path) -> None:
     if request.config.getoption("--update-plans"):
         path.write_text(text, encoding="utf-8")
     committed = path.read_text(encoding="utf-8")
@@ -59,8 +65,27 @@ def test_plan_is_the_committed_one(request: pytest.FixtureRequest, model: str, c
     assert text == committed, "\n".join([*lines, f"If it is meant: {UPDATE}"])
 
 
+@pytest.mark.parametrize("model", DRAFTED)
+def test_plan_of_a_draft_is_the_committed_one(request: pytest.FixtureRequest, model: str) -> None:
+    target = ModelConfig.from_checkpoint(CONFIGS[model])
+    draft = DraftConfig.from_checkpoint(draft_document("inferact", target))
+    text = describe_draft(target, _engine("latency_specialized"), draft, 7).explain()
+    _check_snapshot(request, text, PLANS / f"{model}.draft.txt")
+
+
+def test_a_draft_of_auto_and_one_of_grouped_attention_have_no_plan() -> None:
+    target = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    draft = DraftConfig.from_checkpoint(draft_document("inferact", target))
+    with pytest.raises(BackendRefusedError, match="decode_backend is auto, whose drafts run in"):
+        describe_draft(target, _engine("auto"), draft, 7)
+    draft = DraftConfig.from_checkpoint(draft_document("radixark", target))
+    with pytest.raises(BackendRefusedError, match="grouped-query attention"):
+        describe_draft(target, _engine("latency_specialized"), draft, 7)
+
+
 def test_every_snapshot_belongs_to_a_case() -> None:
     expected = {f"{model}.{case}.txt" for model in CONFIGS for case in CASES}
+    expected |= {f"{model}.draft.txt" for model in DRAFTED}
     assert {path.name for path in PLANS.iterdir()} == expected
 
 
