@@ -23,14 +23,14 @@ from kdecode.decode.step_check import StepLimits
 from kdecode.decode.traffic import op_weight_bytes
 from kdecode.kernels import table
 from kdecode.kernels.common.fused import refuse_device
-from kdecode.kernels.common.native import NativeStep, Pool, Program
+from kdecode.kernels.common.native import MAX_ROWS, NativeStep, Pool, Program
 from kdecode.kernels.common.step import RowEffects
-from kdecode.kernels.contract import Buffers, OpContract, Problem
+from kdecode.kernels.contract import Buffers, OpContract, PlanMemory, Problem
 from kdecode.model.layout import PackedModel
 from kdecode.model.stages import layer_stages
 
-# Rows of the prepared plans: one plan each.
-ROW_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8)
+# Rows of the plans that can be prepared: one plan each.
+ROW_BUCKETS = tuple(range(1, MAX_ROWS + 1))
 
 _COMMIT_NOTE = (
     "KDA slots are only read; kda_commit of {} layers moves them past the rows that stay, in one "
@@ -139,13 +139,15 @@ def build(
     caches: Caches,
     rows: int,
     rows_per_request: int = 1,
+    memory: PlanMemory | None = None,
 ) -> DecodePlan:
     """The plan of one row bucket. Raises BackendRefusedError with every reason.
 
     rows_per_request: above 1 of verify steps, which leave the KDA slots to `DecodePlan.commit`.
+    memory: that the plans of one engine share; None for a plan on its own.
     """
     described = describe(deployment, packed, rows, rows_per_request)
-    buffers = _allocate(described.buffer_specs, deployment, caches)
+    buffers = _allocate(described.buffer_specs, deployment, caches, memory)
     if rows_per_request > 1:
         buffers.effects = _allocate_effects(deployment.config, rows)
     program = Program(deployment.pool, deployment.isa)
@@ -209,10 +211,13 @@ def _distinct_ops(config: ModelConfig) -> list[tuple[str, int | None]]:
     return list(first.items())
 
 
-def _allocate(specs: tuple[Buffer, ...], deployment: Deployment, caches: Caches) -> Buffers:
-    buffers = Buffers()
+def _allocate(
+    specs: tuple[Buffer, ...], deployment: Deployment, caches: Caches, memory: PlanMemory | None
+) -> Buffers:
+    buffers = Buffers(memory=memory)
     for spec in specs:
-        buffers[spec.name] = torch.zeros([int(size) for size in spec.shape], dtype=spec.dtype)
+        shape = [int(size) for size in spec.shape]
+        buffers[spec.name] = buffers.memory.take(spec.name, shape, spec.dtype)
     buffers.caches = caches
     buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)
     buffers.pool = deployment.pool

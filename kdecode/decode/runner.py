@@ -27,11 +27,14 @@ from kdecode.decode.plan import DecodePlan
 from kdecode.decode.step_check import StepError, check_step
 from kdecode.decode.taps import Taps
 from kdecode.kernels.common import native
+from kdecode.kernels.contract import PlanMemory
 from kdecode.model.layout import PackedModel
 
 log = logging.getLogger(__name__)
 
 SPECIALIZED, STANDARD = "specialized", "standard"
+# Plain and verify steps of up to so many rows get plans in every engine.
+_FEWEST_BUCKETS = 8
 
 
 def decline_reason(
@@ -122,6 +125,7 @@ class StepRunner:
         self._standard = auto.build_auto_plan(packed, caches, engine)
         # By rows and rows of one request.
         self._plans: dict[tuple[int, int], DecodePlan] = {}
+        self._buckets = row_buckets(engine)
         self._verify_rows = verify_rows
         self._logged: set[str] = set()
         # Of the native plans; None where there are none.
@@ -130,9 +134,11 @@ class StepRunner:
         self.last_taps: torch.Tensor | None = None
         if engine.decode_backend == "latency_specialized":
             deployment = self.deployment = deployment_of(packed.config, engine)
-            for rows, each in plan_sizes(verify_rows):
+            memory = PlanMemory()
+            # Most rows first: the others use the beginning of its memory.
+            for rows, each in sorted(plan_sizes(self._buckets, verify_rows), reverse=True):
                 self._plans[rows, each] = latency_specialized.build(
-                    deployment, packed, caches, rows, each
+                    deployment, packed, caches, rows, each, memory
                 )
         plans = (self._standard, *self._plans.values())
         self._taps = {} if draft is None else {id(plan): Taps.of(plan, draft) for plan in plans}
@@ -141,7 +147,7 @@ class StepRunner:
         """Logits [requests that need them, vocab] fp32, in request order."""
         reason: str | None = "decode_backend is auto"
         if self._plans:
-            reason = decline_reason(batch, verify_rows=self._verify_rows)
+            reason = decline_reason(batch, self._buckets, self._verify_rows)
         is_decode_step = any(request.is_decode for request in batch.requests)
         path = STANDARD if reason is not None else SPECIALIZED
         if path == SPECIALIZED:
@@ -166,7 +172,7 @@ class StepRunner:
         size = requests * rows_per_request, rows_per_request
         if size in self._plans or self.deployment is None:
             return self.plan(*size)
-        if size not in plan_sizes((rows_per_request,)):
+        if size not in plan_sizes(self._buckets, (rows_per_request,)):
             return self._standard
         return latency_specialized.build(self.deployment, self._packed, self._caches, *size)
 
@@ -197,9 +203,15 @@ class StepRunner:
         log.info("decode steps run on the standard path: %s (logged once)", reason)
 
 
-def plan_sizes(verify_rows: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(rows, rows of one request) of every prepared plan."""
-    sizes = [(rows, 1) for rows in ROW_BUCKETS]
+def row_buckets(engine: EngineConfig) -> tuple[int, ...]:
+    """Rows of the decode steps that get plans: as many as the engine has requests."""
+    most = max(_FEWEST_BUCKETS, engine.max_requests)
+    return tuple(rows for rows in ROW_BUCKETS if rows <= most)
+
+
+def plan_sizes(buckets: tuple[int, ...], verify_rows: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(rows, rows of one request) of every prepared plan. buckets: rows of plain decode steps."""
+    sizes = [(rows, 1) for rows in buckets]
     for each in verify_rows:
         sizes += [(rows, each) for rows in range(each, most_verify_rows(each) + 1, each)]
     return sizes
@@ -207,7 +219,7 @@ def plan_sizes(verify_rows: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def most_verify_rows(rows_per_request: int) -> int:
     """Rows of the largest prepared verify step: of one request at least, whatever the buckets."""
-    return max(ROW_BUCKETS[-1], rows_per_request)
+    return max(_FEWEST_BUCKETS, rows_per_request)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from kdecode.config_draft import DraftConfig
 from kdecode.decode import draft_specialized, latency_specialized
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.plan import DecodePlan, cannot_run
-from kdecode.decode.runner import deployment_of, plan_sizes, resolve
+from kdecode.decode.runner import deployment_of, plan_sizes, resolve, row_buckets
 from kdecode.engine.preflight import check_description
 from kdecode.engine.worker import trunk_format
 from kdecode.model.outline import outline_bytes, outline_model
@@ -43,7 +43,7 @@ def describe_plan(
     if engine.changes_weights:
         notes = (_CHANGED_NOTE.format(engine.trunk_format),)
     verify_rows = (rows_per_request,) if rows_per_request > 1 else ()
-    is_served = (rows, rows_per_request) in plan_sizes(verify_rows)
+    is_served = (rows, rows_per_request) in plan_sizes(row_buckets(engine), verify_rows)
     if engine.decode_backend == "latency_specialized" and is_served:
         deployment = deployment_of(config, engine, runs=False)
         plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)

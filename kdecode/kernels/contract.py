@@ -11,6 +11,8 @@ Nothing is chosen in ``run``. Weights are the packed matrices of `model/layout.p
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +63,35 @@ class Problem:
     rotation_scale: float | None = None
 
 
+class PlanMemory:
+    """What the static plans of one engine share, because no two of them run at a time.
+
+    Buffers and scratch of one name lie in one block: build the plan of most rows first, whose
+    blocks the others use the beginning of. `once` keeps native views of weights.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str, int], tuple[object, Any]] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor whose contents another plan may change between two runs; never read before
+        it was written, so it is not initialised."""
+        size = math.prod(shape) * dtype.itemsize
+        block = self._blocks.get(name)
+        if block is None or block.numel() < size:
+            block = self._blocks[name] = torch.empty(size, dtype=torch.uint8)
+        return block[:size].view(dtype).view(*shape)
+
+    def once(self, name: str, owner: object, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned the first time that it was asked for of this owner."""
+        key = name, id(owner)
+        if key not in self._views:
+            # With the owner, whose id would else be free for another object.
+            self._views[key] = owner, make()
+        return self._views[key][1]
+
+
 class Buffers(dict[str, torch.Tensor]):
     """Named tensors of one plan. Static plans allocate them once; the standard path replaces them.
 
@@ -69,9 +100,11 @@ class Buffers(dict[str, torch.Tensor]):
     steps. The standard path also has ``step``, the step's `common.step.StepTensors`, ``products``,
     the `linear.product.ProductSettings` of its products, and ``effects``, the
     `common.step.RowEffects` of its verified rows by (slot, layer). A static plan of verify steps
-    has those of all its rows, by layer.
+    has those of all its rows, by layer, and every static plan ``memory``, which it shares with the
+    other plans of its engine.
     """
 
+    memory: PlanMemory
     batch: Any
     caches: Any
     limits: Any
@@ -79,6 +112,12 @@ class Buffers(dict[str, torch.Tensor]):
     step: Any
     products: Any
     effects: Any
+
+    def __init__(
+        self, *tensors: Mapping[str, torch.Tensor], memory: PlanMemory | None = None, **named: Any
+    ) -> None:
+        super().__init__(*tensors, **named)
+        self.memory = memory or PlanMemory()
 
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
@@ -90,7 +129,7 @@ class Buffers(dict[str, torch.Tensor]):
         """
         key = f"scratch.{name}"
         if key not in self:
-            self[key] = torch.empty(shape, dtype=dtype)
+            self[key] = self.memory.take(key, shape, dtype)
         tensor = self[key]
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise ValueError(

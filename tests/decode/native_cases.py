@@ -18,6 +18,8 @@ from kdecode.testing.poison import poison_except_, poison_tail_
 
 PAGE_TOKENS = 64
 NUM_SLOTS, NUM_PAGES = 10, 48
+# For steps of up to 64 rows.
+MANY = 66, 160
 FP8_SCALE = 0.125
 
 
@@ -28,14 +30,13 @@ class Loaded:
     packed: PackedModel
     parameters: ModelParameters
 
-    def caches(self, cache_dtype: str) -> Caches:
+    def caches(self, cache_dtype: str, *, for_many: bool = False) -> Caches:
         config = self.packed.config
         scales = dict.fromkeys(range(config.num_layers), FP8_SCALE)
         return Caches.allocate(
             config,
             "cpu",
-            NUM_SLOTS,
-            NUM_PAGES,
+            *(MANY if for_many else (NUM_SLOTS, NUM_PAGES)),
             PAGE_TOKENS,
             cache_dtype=cache_dtype,
             scales=scales if cache_dtype == "fp8" else None,
@@ -59,12 +60,17 @@ class Loaded:
 
 
 def make_requests(contexts: list[int]) -> tuple[StepRequest, ...]:
-    """Decode rows with these contexts, in slots and pages that are not in order."""
-    free_pages = iter(range(NUM_PAGES - 1, -1, -1))
+    """Decode rows with these contexts, in slots and pages that are not in order.
+
+    More than NUM_SLOTS of them need the caches for many.
+    """
+    is_many = len(contexts) > NUM_SLOTS
+    num_slots, num_pages = MANY if is_many else (NUM_SLOTS, NUM_PAGES)
+    free_pages = iter(range(num_pages - 1, -1, -1))
     requests = []
     for row, context in enumerate(contexts):
         pages = tuple(next(free_pages) for _ in range(context // PAGE_TOKENS + 1))
-        slot = NUM_SLOTS - 1 - row
+        slot = num_slots - 1 - row
         requests.append(StepRequest((17 * row + 3,), context, slot, pages, is_decode=True))
     return tuple(requests)
 

@@ -40,11 +40,12 @@ def _poison_steps(plan: DecodePlan) -> None:
 
 
 def _check_step(loaded: Loaded, engine: EngineConfig, contexts: list[int]) -> None:
-    caches, oracle_caches = loaded.caches(engine.cache_dtype), loaded.caches(engine.cache_dtype)
+    caches, oracle_caches, before = (
+        loaded.caches(engine.cache_dtype, for_many=len(contexts) > NUM_SLOTS) for _ in range(3)
+    )
     requests = make_requests(contexts)
     fill(caches, requests, seed=len(contexts))
     copy_caches(caches, oracle_caches)
-    before = loaded.caches(engine.cache_dtype)
     copy_caches(caches, before)
     deployment = deployment_of(loaded.packed.config, engine)
     plan = latency_specialized.build(deployment, loaded.packed, caches, len(contexts))
@@ -69,7 +70,8 @@ def _check_untouched(
 ) -> None:
     """What belongs to nobody keeps every bit; a window's old samples are moved, not computed."""
     used = [request.slot for request in requests]
-    free = [slot for slot in range(NUM_SLOTS) if slot not in used]
+    num_slots = len(next(iter(caches.recurrent.values())))
+    free = [slot for slot in range(num_slots) if slot not in used]
     for layer, state in caches.recurrent.items():
         name = f"state of layer {layer}"
         bit_equal(state[free], before.recurrent[layer][free], name)
@@ -90,6 +92,13 @@ def _check_untouched(
 def test_rows(loaded: Loaded, rows: int, cache_dtype: str) -> None:
     contexts = [0, 1, 2, 63, 64, 65, 200, 2047][-rows:]
     _check_step(loaded, loaded.engine(num_threads=2, cache_dtype=cache_dtype), contexts)
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("rows", [9, 16, 17, 33, 64])
+def test_rows_of_several_passes(loaded: Loaded, rows: int, isa: str) -> None:
+    contexts = [row * 37 % 130 for row in range(rows)]
+    _check_step(loaded, loaded.engine(isa=isa, num_threads=2), contexts)
 
 
 @pytest.mark.parametrize("cache_dtype", ["bf16", "fp8"])
@@ -118,6 +127,29 @@ def test_one_row_and_eight_rows_agree_bit_for_bit(loaded: Loaded) -> None:
         bit_equal(state, alone.recurrent[layer], f"state of layer {layer}")
     for layer, pages in together.pages.items():
         bit_equal(pages, alone.pages[layer], f"pages of layer {layer}")
+
+
+def test_plans_of_one_engine_share_their_memory(loaded: Loaded) -> None:
+    """A step finds what a larger one left in the same buffers, and gives the same bits."""
+    engine = loaded.engine(max_requests=64)
+    caches, alone = (loaded.caches("bf16", for_many=True) for _ in range(2))
+    runner = StepRunner(loaded.packed, caches, engine)
+    assert (
+        runner.plan(64).buffers["logits"].data_ptr() == runner.plan(3).buffers["logits"].data_ptr()
+    )
+    many = StepBatch(make_requests([5] * 64))
+    few = StepBatch(make_requests([70, 5, 1]))
+    fill(caches, many.requests, seed=3)
+    runner.run(many)
+    assert runner.last_path == ("specialized", "")
+    fill(caches, few.requests, seed=4)
+    copy_caches(caches, alone)
+    own = latency_specialized.build(
+        deployment_of(loaded.packed.config, engine), loaded.packed, alone, 3
+    )
+    load_inputs(own, few)
+    own.run()
+    bit_equal(runner.run(few), own.buffers["logits"], "logits")
 
 
 def test_two_runs_of_one_plan_with_other_requests(loaded: Loaded) -> None:

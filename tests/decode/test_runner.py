@@ -24,7 +24,8 @@ def _request(tokens: int, *, is_decode: bool, start: int = 5, logits: bool = Tru
     [
         ([_request(1, is_decode=True)], None),
         ([_request(1, is_decode=True)] * 8, None),
-        ([_request(1, is_decode=True)] * 9, "rows above 8"),
+        ([_request(1, is_decode=True)] * 64, None),
+        ([_request(1, is_decode=True)] * 65, "rows above 64"),
         ([_request(7, is_decode=False)], "prefill"),
         # A prompt of one token, and a first chunk of one token, are prefills.
         ([_request(1, is_decode=False, start=0)], "prefill"),

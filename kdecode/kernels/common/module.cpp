@@ -150,6 +150,9 @@ void bind_types(nb::module_& m) {
       .def_ro("rows", &Tiles::rows)
       .def_ro("cols", &Tiles::cols)
       .def_ro("format", &Tiles::format);
+  nb::class_<TileList>(m, "TileList", "The same matrix of every expert of a layer.")
+      .def(nb::init<std::vector<Tiles>>(), nb::arg("tiles"))
+      .def("__len__", [](const TileList& list) { return list.at.size(); });
 }
 
 void bind_running(nb::module_& m) {

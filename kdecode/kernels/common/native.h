@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace kdecode {
 
@@ -43,6 +44,11 @@ struct Tiles {
     if (format == TileFormat::kInt8) return cols / 32 * 544;
     return format == TileFormat::kBf16 ? cols * 32 : cols / 32 * 272;
   }
+};
+
+// The same matrix of every expert of a layer; plans of all numbers of rows share one.
+struct TileList {
+  std::vector<Tiles> at;
 };
 
 inline constexpr int kTileRows = 16;

@@ -1,16 +1,26 @@
-#include <nanobind/stl/vector.h>
-
 #include "../common/bind_shared.h"
 #include "cpu.h"
 
 namespace kdecode {
 
+namespace {
+
+// The list stays alive with the arguments.
+void bind_list(nb::class_<MoeTailArgs>& cls, const char* name, const TileList* MoeTailArgs::*member) {
+  cls.def_prop_rw(
+      name, [member](const MoeTailArgs& args) { return args.*member; },
+      [member](MoeTailArgs& args, const TileList& list) { args.*member = &list; }, nb::for_getter(nb::rv_policy::reference),
+      nb::for_setter(nb::keep_alive<1, 2>()));
+}
+
+}  // namespace
+
 void bind_moe_tail(nb::module_& module) {
   nb::class_<MoeTailArgs> cls(module, "MoeTailArgs");
   cls.def(nb::init<>());
   bind_activation(cls, &MoeTailArgs::activation);
-  cls.def_rw("expert_gate_up", &MoeTailArgs::expert_gate_up);
-  cls.def_rw("expert_down", &MoeTailArgs::expert_down);
+  bind_list(cls, "expert_gate_up", &MoeTailArgs::expert_gate_up);
+  bind_list(cls, "expert_down", &MoeTailArgs::expert_down);
   cls.def_rw("latent_up", &MoeTailArgs::latent_up);
   cls.def_rw("shared_down", &MoeTailArgs::shared_down);
   bind_pointer(cls, "expert_in", &MoeTailArgs::expert_in);

@@ -22,14 +22,14 @@ struct Groups {
 };
 
 bool is_expert(const MoeTailArgs& args, std::int32_t id) {
-  return id >= 0 && id < static_cast<std::int32_t>(args.expert_down.size());
+  return id >= 0 && id < static_cast<std::int32_t>(args.expert_down->at.size());
 }
 
 // Every thread builds the same list: cheaper than a barrier after one thread has.
 void build_groups(const MoeTailArgs& args, Groups& groups) {
   std::int16_t latest[kMaxExperts];  // group of an expert, plus one; 0: none yet
   std::int16_t group_of[kMaxPairs];
-  const int experts = static_cast<int>(args.expert_down.size());
+  const int experts = static_cast<int>(args.expert_down->at.size());
   for (int e = 0; e < experts; ++e) latest[e] = 0;
   const int pairs = args.rows * args.top_k;
   for (int pair = 0; pair < pairs; ++pair) {
@@ -67,7 +67,7 @@ void for_groups(std::int64_t first, std::int64_t last, std::int64_t per_group, B
 }
 
 void experts_gate_up(const MoeTailArgs& args, const Groups& groups, Worker& worker) {
-  const Tiles* weights = args.expert_gate_up.data();
+  const Tiles* weights = args.expert_gate_up->at.data();
   const std::int64_t inner = weights[0].rows / 2;
   const std::int64_t per_group = inner / kTileRows;
   const std::int64_t claim = units_per_claim(2 * weights[0].tile_bytes());
@@ -88,7 +88,7 @@ void experts_gate_up(const MoeTailArgs& args, const Groups& groups, Worker& work
 }
 
 void experts_down(const MoeTailArgs& args, const Groups& groups, Worker& worker) {
-  const Tiles* weights = args.expert_down.data();
+  const Tiles* weights = args.expert_down->at.data();
   const std::int64_t per_group = weights[0].num_tiles();
   const std::int64_t claim = units_per_claim(weights[0].tile_bytes());
   worker.split(groups.count * per_group, claim, [&](std::int64_t first, std::int64_t last) {
@@ -191,7 +191,7 @@ void moe_tail(const MoeTailArgs& args, Worker& worker) {
   experts_down(args, groups, worker);
   worker.barrier();
 
-  const std::int64_t in_width = args.expert_down.data()[0].rows;
+  const std::int64_t in_width = args.expert_down->at.data()[0].rows;
   const bool is_latent = args.latent_up.rows > 0;
   split_columns(worker, args.rows, in_width, [&](std::int64_t row, std::int64_t start, int columns) {
     sum_experts(args, row, start, columns, in_width);

@@ -4,16 +4,14 @@
 #include "../common/native.h"
 #include "../common/tile_ops.h"
 
-#include <vector>
-
 namespace kdecode {
 
 class Worker;
 
 struct MoeTailArgs {
   Activation activation;
-  std::vector<Tiles> expert_gate_up;            // E of [2 * F, in], interleaved
-  std::vector<Tiles> expert_down;               // E of [in, F]
+  const TileList* expert_gate_up = nullptr;     // E of [2 * F, in], interleaved
+  const TileList* expert_down = nullptr;        // E of [in, F]
   const bf16* expert_in = nullptr;              // [rows, in]
   const std::int32_t* route_ids = nullptr;      // [rows, top_k]
   const float* route_weights = nullptr;         // [rows, top_k]

@@ -80,14 +80,26 @@ def _set_experts(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> lis
     if len(moe.experts) != settings.num_experts:
         raise ValueError(f"{len(moe.experts)} experts are packed of {settings.num_experts}.")
     gate_rows = 2 * settings.expert_width
-    args.expert_gate_up = [
-        tiles_of("An expert's gate_up matrix", expert.gate_up, gate_rows, in_width)
-        for expert in moe.experts
-    ]
-    args.expert_down = [
-        tiles_of("An expert's down matrix", expert.down, in_width, settings.expert_width)
-        for expert in moe.experts
-    ]
+    args.expert_gate_up = buffers.memory.once(
+        "expert_gate_up",
+        moe,
+        lambda: _native.TileList(
+            [
+                tiles_of("An expert's gate_up matrix", expert.gate_up, gate_rows, in_width)
+                for expert in moe.experts
+            ]
+        ),
+    )
+    args.expert_down = buffers.memory.once(
+        "expert_down",
+        moe,
+        lambda: _native.TileList(
+            [
+                tiles_of("An expert's down matrix", expert.down, in_width, settings.expert_width)
+                for expert in moe.experts
+            ]
+        ),
+    )
     source = buffers["mlp_in" if settings.latent_width is None else "latent"]
     product = buffers.scratch("expert_product", (rows * top_k, settings.expert_width))
     outputs = buffers.scratch("expert_out", (rows * top_k, in_width))
