@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from kdecode.config_json import shown
+
 if TYPE_CHECKING:
     from kdecode.config_speculative import SpeculativeConfig
 
@@ -261,31 +263,39 @@ def environment() -> Environment:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+        raise ConfigError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}.")
 
 
 def check_device_name(device: object) -> None:
     if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]*))?", device):
-        raise ConfigError(f"device is {device!r}; it must be cpu, cuda or cuda:N.")
+        raise ConfigError(f"device is {shown(device)}; it must be cpu, cuda or cuda:N.")
 
 
 def check_int(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number.")
+        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number.")
     if value < at_least or (at_most is not None and value > at_most):
         limit = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ConfigError(f"{name} is {value}; it must be {limit}.")
+        raise ConfigError(f"{name} is {shown(value)}; it must be {limit}.")
     return value
 
 
 def check_number(
     name: str, value: object, *, above: float = -math.inf, below: float = math.inf
 ) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; it must be a finite number.")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not _is_finite(value):
+        raise ConfigError(f"{name} is {shown(value)}; it must be a finite number.")
     if not above < value < below:
-        raise ConfigError(f"{name} is {value}; it must be above {above} and below {below}.")
+        raise ConfigError(f"{name} is {shown(value)}; it must be above {above} and below {below}.")
     return float(value)
+
+
+def _is_finite(value: int | float) -> bool:
+    """Also False for a whole number that no float holds."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def check_cache_scale(name: str, scale: object) -> float:

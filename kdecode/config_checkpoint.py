@@ -7,7 +7,6 @@ the maths. No torch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,8 +27,18 @@ from kdecode.config import (
     check_int,
     check_number,
 )
+from kdecode.config_json import named, read_json_object, shown
 
 CONFIG_FILE = "config.json"
+
+# Sizes far above any that was released, so that a wrong configuration ends in an error and not in
+# the memory of a machine: a mixture of experts alone has six tensors an expert and a layer.
+MAX_LAYERS = 1024
+MAX_EXPERTS = 8192
+MAX_HEADS = 4096
+MAX_WIDTH = 1 << 20
+MAX_VOCABULARY = 1 << 24
+MAX_POSITIONS = 1 << 40
 
 
 def words(text: str) -> frozenset[str]:
@@ -104,15 +113,7 @@ IRRELEVANT = words(
 
 def read_json(path: Path) -> Mapping[str, Any]:
     file = path / CONFIG_FILE if path.is_dir() else path
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(document, Mapping):
-        raise ConfigError(f"{file} must hold an object, not {type(document).__name__}.")
-    return document
+    return read_json_object(file, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Settings:
             raise ConfigError(f"{self.where}{key} is missing from the checkpoint's configuration.")
         return self.values[key]
 
-    def integer(self, key: str, at_least: int = 1, at_most: int | None = None) -> int:
+    def integer(self, key: str, at_least: int = 1, at_most: int = MAX_WIDTH) -> int:
         return check_int(self.where + key, self.get(key), at_least=at_least, at_most=at_most)
 
     def number(self, key: str, above: float = -math.inf, below: float = math.inf) -> float:
@@ -139,27 +140,29 @@ class Settings:
     def boolean(self, key: str) -> bool:
         value = self.get(key)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}{key} is {value!r}; it must be true or false.")
+            raise ConfigError(f"{self.where}{key} is {shown(value)}; it must be true or false.")
         return value
 
     def section(self, key: str) -> Settings:
         value = self.get(key)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self.where}{key} is {value!r}; it must be an object.")
-        return Settings(value, f"{self.where}{key}.")
+            raise ConfigError(f"{self.where}{key} is {shown(value)}; it must be an object.")
+        return Settings(value, f"{self.where}{named(key)}.")
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Settings that, where present, have exactly these values."""
         for key, value in expected.items():
             found = self.values.get(key, value)
             if found != value or isinstance(found, bool) != isinstance(value, bool):
-                raise ConfigError(f"{self.where}{key} is {found!r}; only {value!r} is supported.")
+                raise ConfigError(
+                    f"{self.where}{key} is {shown(found)}; only {value!r} is supported."
+                )
 
     def refuse_unknown(self, known: frozenset[str]) -> None:
         for key in sorted(set(self.values) - known):
             raise ConfigError(
-                f"{self.where}{key} is {self.values[key]!r}; this setting is unknown and could "
-                "change the maths."
+                f"{self.where}{named(key)} is {shown(self.values[key])}; this setting is unknown "
+                "and could change the maths."
             )
 
 
@@ -174,11 +177,11 @@ def parse_model(document: Mapping[str, Any]) -> ModelConfig:
     for key in _K3_REQUIRED_LINEAR if is_k3 else ():
         linear.get(key)
     text.require(_FIXED)
-    heads = text.integer("num_attention_heads")
+    heads = text.integer("num_attention_heads", at_most=MAX_HEADS)
     text.require({"num_key_value_heads": heads})
 
-    vocab = text.integer("vocab_size")
-    num_layers = text.integer("num_hidden_layers")
+    vocab = text.integer("vocab_size", at_most=MAX_VOCABULARY)
+    num_layers = text.integer("num_hidden_layers", at_most=MAX_LAYERS)
     num_dense = text.integer("first_k_dense_replace", 0, num_layers)
     rms_eps = text.number("rms_norm_eps", above=0.0, below=1.0)
     mlp_kinds: list[MlpKind] = ["dense"] * num_dense
@@ -197,7 +200,9 @@ def parse_model(document: Mapping[str, Any]) -> ModelConfig:
         kda=_kda(linear),
         mla=_mla(text, heads, rms_eps),
         moe=_moe(text),
-        max_positions=text.integer(positions if text.has(positions) else "model_max_length"),
+        max_positions=text.integer(
+            positions if text.has(positions) else "model_max_length", at_most=MAX_POSITIONS
+        ),
         bos_id=text.integer("bos_token_id", 0, vocab - 1),
         eos_id=text.integer("eos_token_id", 0, vocab - 1),
         pad_id=text.integer("pad_token_id", 0, vocab - 1),
@@ -241,7 +246,9 @@ def _layer_kinds(linear: Settings, num_layers: int) -> tuple[LayerKind, ...]:
     for key, kind in lists:
         value = linear.get(key)
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{linear.where}{key} is {value!r}; it must be a list of layers.")
+            raise ConfigError(
+                f"{linear.where}{key} is {shown(value)}; it must be a list of layers."
+            )
         for number in value:
             check_int(f"An entry of {linear.where}{key}", number, at_least=1, at_most=num_layers)
             if number in kinds:
@@ -251,7 +258,6 @@ def _layer_kinds(linear: Settings, num_layers: int) -> tuple[LayerKind, ...]:
                 )
             kinds[number] = kind
     if len(kinds) < num_layers:
-        # Not all of the missing ones: num_layers may be any number.
         first = next(number for number in range(1, num_layers + 1) if number not in kinds)
         raise ConfigError(
             f"{linear.where}kda_layers and full_attn_layers name {len(kinds)} of {num_layers} "
@@ -275,7 +281,7 @@ def _activation(text: Settings) -> Activation:
 def _kda(linear: Settings) -> KdaConfig:
     bound = linear.number("gate_lower_bound", below=0.0) if linear.has("gate_lower_bound") else None
     return KdaConfig(
-        num_heads=linear.integer("num_heads"),
+        num_heads=linear.integer("num_heads", at_most=MAX_HEADS),
         head_dim=linear.integer("head_dim"),
         conv_width=linear.integer("short_conv_kernel_size", at_least=2),
         gate_lower_bound=bound,
@@ -299,7 +305,7 @@ def _mla(text: Settings, heads: int, rms_eps: float) -> MlaConfig:
 
 
 def _moe(text: Settings) -> MoeConfig:
-    num_experts = text.integer("num_experts")
+    num_experts = text.integer("num_experts", at_most=MAX_EXPERTS)
     latent = optional_int(text, "routed_expert_hidden_size")
     is_quantised = text.has("quantization_config")
     if is_quantised:
@@ -315,7 +321,7 @@ def _moe(text: Settings) -> MoeConfig:
         num_experts=num_experts,
         top_k=text.integer("num_experts_per_token", 1, num_experts),
         expert_width=text.integer("moe_intermediate_size"),
-        num_shared=text.integer("num_shared_experts", at_least=0),
+        num_shared=text.integer("num_shared_experts", 0, MAX_EXPERTS),
         latent_width=latent,
         has_latent_norm=latent is not None and _optional_bool(text, "latent_moe_use_norm"),
         is_renormalized=text.boolean("moe_renormalize"),
@@ -341,13 +347,14 @@ def _check_quantisation(quantisation: Settings) -> None:
     groups = quantisation.section("config_groups")
     if len(groups.values) != 1:
         raise ConfigError(
-            f"{groups.where} has the groups {sorted(groups.values)}; exactly one is supported."
+            f"{groups.where} has the groups {shown(sorted(groups.values))}; exactly one is "
+            "supported."
         )
     group = groups.section(next(iter(groups.values)))
     form = group.values.get("format", quantisation.values.get("format"))
     if form != "mxfp4-pack-quantized":
         raise ConfigError(
-            f"{group.where}format is {form!r}; only 'mxfp4-pack-quantized' is supported."
+            f"{group.where}format is {shown(form)}; only 'mxfp4-pack-quantized' is supported."
         )
     group.require({"input_activations": None, "output_activations": None, "targets": ["Linear"]})
     weights = group.section("weights")

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kdecode.config import ConfigError, MlaConfig, ModelConfig, check_choice, check_int
-from kdecode.config_checkpoint import IRRELEVANT, Settings, read_json, words
+from kdecode.config_checkpoint import (
+    IRRELEVANT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCABULARY,
+    Settings,
+    read_json,
+    words,
+)
+from kdecode.config_json import shown
 
 # What a tap hands over: the running prefix, or what the next layer's residual mix would read.
 TapStream = Literal["prefix", "attn_res"]
@@ -175,7 +185,8 @@ def _parse(top: Settings, tap_stream: TapStream | None) -> DraftConfig:
             "The draft's configuration has none of kv_lora_rank, dflash_config and "
             "transformer_layer_config; it is none of the known layouts."
         )
-    hidden, vocab = body.integer("hidden_size"), body.integer("vocab_size")
+    hidden = body.integer("hidden_size")
+    vocab = body.integer("vocab_size", at_most=MAX_VOCABULARY)
     top.require({"target_hidden_size": hidden, "draft_vocab_size": vocab})
     eps = body.number("rms_norm_eps", above=0.0, below=1.0)
     has_tap_norms = top.has("fc_norm") and top.boolean("fc_norm")
@@ -188,7 +199,7 @@ def _parse(top: Settings, tap_stream: TapStream | None) -> DraftConfig:
     return DraftConfig(
         hidden_size=hidden,
         vocab_size=vocab,
-        num_layers=body.integer("num_hidden_layers"),
+        num_layers=body.integer("num_hidden_layers", at_most=MAX_LAYERS),
         mlp_width=body.integer("intermediate_size"),
         rms_eps=eps,
         attention=attention,
@@ -197,7 +208,7 @@ def _parse(top: Settings, tap_stream: TapStream | None) -> DraftConfig:
         tap_stream=tap_stream,
         has_tap_norms=has_tap_norms,
         is_causal=_is_causal(top, dflash, is_sliding),
-        window=body.integer("sliding_window") if is_sliding else None,
+        window=body.integer("sliding_window", at_most=MAX_POSITIONS) if is_sliding else None,
         max_drafts=(dflash if dflash.has("block_size") else top).integer("block_size"),
         mask_id=heads.integer("mask_token_id", 0, vocab - 1),
         markov_rank=top.integer("markov_rank"),
@@ -216,11 +227,11 @@ def _taps(top: Settings, dflash: Settings, *, is_nested: bool, is_mla: bool) -> 
         where = dflash
     value = where.get(key)
     if not isinstance(value, list | tuple) or not value:
-        raise ConfigError(f"{where.where}{key} is {value!r}; it must be a list of layers.")
+        raise ConfigError(f"{where.where}{key} is {shown(value)}; it must be a list of layers.")
     name = f"An entry of {where.where}{key}"
     taps = tuple(check_int(name, layer, at_least=shift) - shift for layer in value)
     if any(later <= layer for layer, later in itertools.pairwise(taps)):
-        raise ConfigError(f"{where.where}{key} is {list(value)}; the layers must ascend.")
+        raise ConfigError(f"{where.where}{key} is {shown(list(value))}; the layers must ascend.")
     # The MLA form states the number of taps; the others the layers of the target under that name.
     if is_mla:
         top.require({"num_target_layers": len(taps)})
@@ -229,9 +240,9 @@ def _taps(top: Settings, dflash: Settings, *, is_nested: bool, is_mla: bool) -> 
 
 def _is_sliding(body: Settings) -> bool:
     kinds = body.get("layer_types") if body.has("layer_types") else ["full_attention"]
-    if not isinstance(kinds, list | tuple) or len(set(kinds)) != 1:
+    if not isinstance(kinds, list | tuple) or not kinds or any(k != kinds[0] for k in kinds):
         raise ConfigError(
-            f"{body.where}layer_types is {kinds!r}; all layers of a draft must be of one type."
+            f"{body.where}layer_types is {shown(kinds)}; all layers of a draft must be of one type."
         )
     check_choice(f"An entry of {body.where}layer_types", kinds[0], _LAYER_TYPES)
     return bool(kinds[0] == "sliding_attention")
@@ -247,7 +258,7 @@ def _is_causal(top: Settings, dflash: Settings, is_sliding: bool) -> bool:
 
 def _mla(body: Settings, eps: float) -> MlaConfig:
     return MlaConfig(
-        num_heads=body.integer("num_attention_heads"),
+        num_heads=body.integer("num_attention_heads", at_most=MAX_HEADS),
         q_rank=body.integer("q_lora_rank"),
         kv_rank=body.integer("kv_lora_rank"),
         nope_dim=body.integer("qk_nope_head_dim"),
@@ -259,7 +270,8 @@ def _mla(body: Settings, eps: float) -> MlaConfig:
 
 
 def _gqa(body: Settings) -> GqaConfig:
-    heads, kv_heads = body.integer("num_attention_heads"), body.integer("num_key_value_heads")
+    heads = body.integer("num_attention_heads", at_most=MAX_HEADS)
+    kv_heads = body.integer("num_key_value_heads", at_most=MAX_HEADS)
     if heads % kv_heads:
         raise ConfigError(
             f"{body.where}num_attention_heads is {heads}; it must be a multiple of "
@@ -301,7 +313,7 @@ def _rope(body: Settings, attention: MlaConfig | GqaConfig) -> RopeConfig:
         theta,
         is_interleaved=is_mla,
         factor=factor,
-        original_positions=rope.integer("original_max_position_embeddings"),
+        original_positions=rope.integer("original_max_position_embeddings", at_most=MAX_POSITIONS),
         beta_fast=optional("beta_fast", 32.0),
         beta_slow=optional("beta_slow", 1.0),
         amplitude=optional("attention_factor", amplitude),

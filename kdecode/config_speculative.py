@@ -6,7 +6,6 @@ torch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from kdecode.config import ConfigError, check_choice, check_int, check_number
 from kdecode.config_draft import TapStream
+from kdecode.config_json import named, parse_json_object, shown
 
 SpeculativeMethod = Literal["dspark"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
@@ -48,7 +48,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(
-                f"model is {self.model!r}; it must be the directory of a draft's checkpoint."
+                f"model is {shown(self.model)}; it must be the directory of a draft's checkpoint."
             )
         check_choice("method", self.method, get_args(SpeculativeMethod))
         check_int(
@@ -113,7 +113,8 @@ class SpeculativeConfig:
         for name, value in document.items():
             if name not in known:
                 raise ConfigError(
-                    f"{name} is {value!r}, which is no setting of speculative decoding; the "
+                    f"{named(name)} is {shown(value)}, which is no setting of speculative "
+                    "decoding; the "
                     f"settings are {', '.join(known)}."
                 )
         for name in ("model", "num_speculative_tokens"):
@@ -149,7 +150,7 @@ def _check_rates(rates: tuple[float, ...], num_drafts: int) -> None:
     name = "synthetic_acceptance_rates"
     if not isinstance(rates, tuple) or len(rates) != num_drafts:
         raise ConfigError(
-            f"{name} is {rates!r}; it must be a list of {num_drafts} numbers, one for each of "
+            f"{name} is {shown(rates)}; it must be a list of {num_drafts} numbers, one for each of "
             "num_speculative_tokens."
         )
     for place, rate in enumerate(rates):
@@ -164,12 +165,4 @@ def _check_rates(rates: tuple[float, ...], num_drafts: int) -> None:
 
 
 def _decode(text: str) -> Mapping[str, Any]:
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"The speculative configuration is not JSON: {error}.") from error
-    if not isinstance(document, Mapping):
-        raise ConfigError(
-            f"The speculative configuration is {document!r}; it must be a JSON object."
-        )
-    return document
+    return parse_json_object(text, "The speculative configuration", ConfigError)

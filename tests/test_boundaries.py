@@ -28,7 +28,7 @@ RULES: dict[str, tuple[str, ...]] = {
         "model.reference",
     ),
     "model.stages": ("config",),
-    "model.tokenizer": (),
+    "model.tokenizer": ("config_json",),
     "cache": ("config", "cache"),
     "prefill": ("config", "model", "kernels.table", "kernels.contract", "cache", "prefill"),
     "speculative": ("config", "speculative", "decode", "prefill", "cache", "model"),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+
+from kdecode.config_json import named, open_regular, parse_json_object, shown
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -34,6 +36,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 MAX_HEADER_BYTES = 256 << 20
+MAX_DIMENSIONS = 8
 _LENGTH = struct.Struct("<Q")
 
 
@@ -56,15 +59,12 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            file_bytes = path.stat().st_size
-            with path.open("rb") as file:
-                self.entries: Mapping[str, Entry] = _read_header(path, file, file_bytes)
-                # Private and writable: no write reaches the file, and none ends the process.
-                flags, prot = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-                self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=prot)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist.") from None
+        with open_regular(path, CheckpointError) as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            self.entries: Mapping[str, Entry] = _read_header(path, file, file_bytes)
+            # Private and writable: no write reaches the file, and none ends the process.
+            flags, prot = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=prot)
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped file, or a copy where the file has it unaligned."""
@@ -100,27 +100,6 @@ def _merge(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def read_json_object(path: Path, text: bytes) -> dict[str, Any]:
-    """A JSON object without repeated keys; ``path`` is for the error."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise CheckpointError(f"{path} names {twice} more than once.")
-        return made
-
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid: its JSON cannot be read ({error}).") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} is not valid: its JSON is a {type(value).__name__}, not an object."
-        )
-    return value
-
-
 def _read_header(path: Path, file: BinaryIO, file_bytes: int) -> dict[str, Entry]:
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
@@ -135,7 +114,7 @@ def _read_header(path: Path, file: BinaryIO, file_bytes: int) -> dict[str, Entry
             f"{path} states a header of {length} bytes; the file has {file_bytes} bytes and a "
             f"header may have {limit}."
         )
-    header = read_json_object(path, file.read(length))
+    header = parse_json_object(file.read(length), str(path), CheckpointError)
     header.pop("__metadata__", None)
     data_start = _LENGTH.size + length
     entries = {name: _entry(path, name, value, data_start) for name, value in header.items()}
@@ -144,24 +123,29 @@ def _read_header(path: Path, file: BinaryIO, file_bytes: int) -> dict[str, Entry
 
 
 def _entry(path: Path, name: str, value: object, data_start: int) -> Entry:
-    where = f"{path}, tensor {name}"
+    where = f"{path}, tensor {named(name)}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
-            f"{where}: the header entry must have dtype, shape and data_offsets, not {value!r}."
+            f"{where}: the header entry must have dtype, shape and data_offsets, not "
+            f"{shown(value)}."
         )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{where}: unknown dtype {dtype!r}; known are {', '.join(DTYPES)}.")
-    if not _are_counts(shape):
-        raise CheckpointError(f"{where}: the shape {shape!r} is not a list of sizes.")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(
+            f"{where}: unknown dtype {shown(dtype)}; known are {', '.join(DTYPES)}."
+        )
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise CheckpointError(
+            f"{where}: the shape {shown(shape)} is not a list of at most {MAX_DIMENSIONS} sizes."
+        )
     if not _are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where}: the data_offsets {offsets!r} are not two positions.")
+        raise CheckpointError(f"{where}: the data_offsets {shown(offsets)} are not two positions.")
     begin, end = offsets
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != size:
         raise CheckpointError(
-            f"{where}: {dtype} of shape {shape} needs {size} bytes; data_offsets {offsets} hold "
-            f"{end - begin}."
+            f"{where}: {dtype} of shape {shown(shape)} needs {shown(size)} bytes; data_offsets "
+            f"{shown(offsets)} hold {end - begin}."
         )
     return Entry(dtype, tuple(shape), data_start + begin, data_start + end)
 
@@ -179,13 +163,13 @@ def _check_data(path: Path, entries: Mapping[str, Entry], data_start: int, file_
         if entry.begin != position:
             kind = "overlaps" if entry.begin < position else "leaves a gap after"
             raise CheckpointError(
-                f"{path}, tensor {name}: it starts at byte {entry.begin} and {kind} {last}, which "
-                f"ends at {position}."
+                f"{path}, tensor {named(name)}: it starts at byte {entry.begin} and {kind} "
+                f"{named(last)}, which ends at {position}."
             )
         if entry.end > file_bytes:
             raise CheckpointError(
-                f"{path}, tensor {name}: its data ends at byte {entry.end}, but the file has "
-                f"{file_bytes} bytes. The file is truncated."
+                f"{path}, tensor {named(name)}: its data ends at byte {entry.end}, but the file "
+                f"has {file_bytes} bytes. The file is truncated."
             )
         position, last = entry.end, name
     if position != file_bytes:

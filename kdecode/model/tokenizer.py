@@ -21,9 +21,15 @@ from pathlib import Path
 
 import tiktoken
 
+from kdecode.config_json import MAX_DIGITS, open_regular, read_json_object, shown
+
 MODEL_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
 NUM_SPECIALS = 256
+MIN_VOCAB = 1024
+MAX_VOCAB = 1_000_000
+# Of the rank file: the longest released token has some hundred bytes.
+MAX_LINE_BYTES = 65_536
 
 # Longer inputs are cut as the released tokenizer cuts them, so that ids agree: first into chunks,
 # then inside any run of only white space or only other characters. It also bounds the piece that
@@ -97,7 +103,7 @@ class Tokenizer:
 
     def special_id(self, name: str) -> int:
         if name not in self.special_ids:
-            raise TokenizerError(f"This tokenizer has no special token named {name!r}.")
+            raise TokenizerError(f"This tokenizer has no special token named {shown(name)}.")
         return self.special_ids[name]
 
     def is_special(self, token_id: int) -> bool:
@@ -165,12 +171,16 @@ def _split_long_text(text: str) -> Iterator[str]:
 
 
 def _read_base_tokens(path: Path) -> list[bytes]:
-    if not path.is_file():
-        raise TokenizerError(f"{path} does not exist; it holds the tokenizer's base tokens.")
     tokens: list[bytes] = []
     seen: set[bytes] = set()
-    with path.open("rb") as lines:
+    with open_regular(path, TokenizerError) as file:
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
+            if len(line) > MAX_LINE_BYTES or number > MAX_VOCAB:
+                raise TokenizerError(
+                    f"{path}, line {number}: a file may have {MAX_VOCAB:,} lines of "
+                    f"{MAX_LINE_BYTES:,} bytes."
+                )
             if not line.strip():
                 continue
             token, rank = _parse_rank_line(path, number, line)
@@ -180,7 +190,7 @@ def _read_base_tokens(path: Path) -> list[bytes]:
                     f"must count up from 0 without gaps."
                 )
             if token in seen:
-                raise TokenizerError(f"{path}, line {number}: token {token!r} occurs twice.")
+                raise TokenizerError(f"{path}, line {number}: token {shown(token)} occurs twice.")
             seen.add(token)
             tokens.append(token)
     missing = [byte for byte in range(256) if bytes([byte]) not in seen]
@@ -205,41 +215,38 @@ def _parse_rank_line(path: Path, number: int, line: bytes) -> tuple[bytes, int]:
         raise TokenizerError(f"{path}, line {number}: not base64: {error}.") from error
     if not token:
         raise TokenizerError(f"{path}, line {number}: the token is empty.")
-    if not fields[1].isdigit():
-        raise TokenizerError(f"{path}, line {number}: rank {fields[1]!r} is not a whole number.")
+    if not fields[1].isdigit() or len(fields[1]) > MAX_DIGITS:
+        raise TokenizerError(
+            f"{path}, line {number}: rank {shown(fields[1])} is not a whole number of at most "
+            f"{MAX_DIGITS} digits."
+        )
     return token, int(fields[1])
 
 
 def _read_special_names(path: Path, num_base: int) -> list[str]:
-    if not path.is_file():
-        raise TokenizerError(f"{path} does not exist; it names the special tokens.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON in UTF-8: {error}.") from error
-    listed = config.get("added_tokens_decoder") if isinstance(config, dict) else None
+    listed = read_json_object(path, TokenizerError).get("added_tokens_decoder")
     if not isinstance(listed, dict):
         raise TokenizerError(f"{path} has no object 'added_tokens_decoder'.")
     names = [f"<|reserved_token_{num_base + offset}|>" for offset in range(NUM_SPECIALS)]
     for key, entry in listed.items():
         name = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not name:
-            raise TokenizerError(f"{path}: added_tokens_decoder[{key!r}] has no text 'content'.")
-        offset = int(key) - num_base if key.isdecimal() else -1
+            raise TokenizerError(
+                f"{path}: added_tokens_decoder[{shown(key)}] has no text 'content'."
+            )
+        is_number = key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS
+        offset = int(key) - num_base if is_number else -1
         if not 0 <= offset < NUM_SPECIALS:
             raise TokenizerError(
-                f"{path}: added_tokens_decoder[{key!r}] ({name!r}) is outside the special ids "
-                f"[{num_base}, {num_base + NUM_SPECIALS})."
+                f"{path}: added_tokens_decoder[{shown(key)}] ({shown(name)}) is outside the "
+                f"special ids [{num_base}, {num_base + NUM_SPECIALS})."
             )
         names[offset] = name
     if len(set(names)) != NUM_SPECIALS:
         twice = next(name for name in names if names.count(name) > 1)
-        raise TokenizerError(f"{path} gives two special ids the name {twice!r}.")
+        raise TokenizerError(f"{path} gives two special ids the name {shown(twice)}.")
     return names
 
-
-MIN_VOCAB = 1024
-MAX_VOCAB = 1_000_000
 
 # Offsets from the first special id, as in the released file; the others are reserved.
 SPECIAL_OFFSETS = {

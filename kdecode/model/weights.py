@@ -11,8 +11,10 @@ o_norm and the router's bias to fp32 (exact from bf16), the other norms as they 
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kdecode.config import ModelConfig
+from kdecode.config_json import named, read_json_object, shown
 from kdecode.model.mxfp4 import INVALID_SCALES
 from kdecode.model.parameters import (
     ExpertWeight,
@@ -41,7 +44,7 @@ from kdecode.model.roster import (
     layer_slots,
     model_slots,
 )
-from kdecode.model.shards import CheckpointError, Shard, read_json_object
+from kdecode.model.shards import MAX_HEADER_BYTES, CheckpointError, Shard
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -133,22 +136,25 @@ class CheckpointReader:
 
     def _check_roster(self) -> None:
         """The headers against the configuration: names, shapes and dtypes."""
-        expected = {spec.name: spec for spec in self._model.values()}
-        for layer in range(self.config.num_layers):
-            slots = layer_slots(self.config, layer, self._prefix)
-            expected.update((spec.name, spec) for spec in slots.values())
+        known: set[str] = set()
+        # A layer at a time, so that a configuration of more layers than the files have ends here
+        # and not in memory for all of its tensors.
+        layers = range(self.config.num_layers)
+        parts = (layer_slots(self.config, layer, self._prefix) for layer in layers)
+        for slots in itertools.chain((self._model,), parts):
+            for spec in slots.values():
+                if spec.name in self._shard_of:
+                    check_entry(self._shard_of[spec.name], spec)
+                    known.add(spec.name)
+                elif not spec.is_optional:
+                    raise CheckpointError(
+                        f"{self.directory} has no tensor {spec.name}; the configuration asks for "
+                        f"{spec.dtype} of shape {list(spec.shape)}."
+                    )
         for name, shard in self._shard_of.items():
-            if name in expected:
-                check_entry(shard, expected[name])
-            elif not _is_vision(name):
+            if name not in known and not _is_vision(name):
                 raise CheckpointError(
-                    f"{shard.path}, tensor {name}: the configuration has no such tensor."
-                )
-        for name, spec in expected.items():
-            if name not in self._shard_of and not spec.is_optional:
-                raise CheckpointError(
-                    f"{self.directory} has no tensor {name}; the configuration asks for "
-                    f"{spec.dtype} of shape {list(spec.shape)}."
+                    f"{shard.path}, tensor {named(name)}: the configuration has no such tensor."
                 )
 
     def _take(self, spec: TensorSpec) -> Tensor:
@@ -283,7 +289,8 @@ def check_entry(shard: Shard, spec: TensorSpec) -> None:
     if entry.shape not in spec.shapes:
         wanted = " or ".join(str(list(shape)) for shape in spec.shapes)
         raise CheckpointError(
-            f"{shard.path}, tensor {spec.name}: expected shape {wanted}, found {list(entry.shape)}."
+            f"{shard.path}, tensor {spec.name}: expected shape {wanted}, found "
+            f"{shown(list(entry.shape))}."
         )
     if entry.dtype not in spec.dtypes:
         raise CheckpointError(
@@ -306,12 +313,13 @@ def _name_prefix(config: ModelConfig, names: dict[str, Shard]) -> str:
 def open_shards(directory: Path) -> tuple[tuple[Shard, ...], dict[str, Shard]]:
     """Every shard, and the one of each tensor; the index and the headers must agree."""
     index_path = directory / INDEX_FILE
-    if not index_path.exists():
-        if not (directory / SINGLE_FILE).exists():
+    if not os.path.lexists(index_path):
+        if not os.path.lexists(directory / SINGLE_FILE):
             raise CheckpointError(f"{directory} has neither {INDEX_FILE} nor {SINGLE_FILE}.")
         shard = Shard(directory / SINGLE_FILE)
         return (shard,), dict.fromkeys(shard.entries, shard)
-    weight_map = read_json_object(index_path, index_path.read_bytes()).get("weight_map")
+    index = read_json_object(index_path, CheckpointError, MAX_HEADER_BYTES)
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} must have a weight_map from tensors to files.")
     shards: dict[str, Shard] = {}
@@ -319,26 +327,38 @@ def open_shards(directory: Path) -> tuple[tuple[Shard, ...], dict[str, Shard]]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(
-                f"{index_path}, tensor {name}: expected a file name in the same directory, found "
-                f"{file!r}."
+                f"{index_path}, tensor {named(name)}: expected a file name in the same directory, "
+                f"found {shown(file)}."
             )
         if file not in shards:
-            if not (directory / file).exists():
+            if not os.path.lexists(directory / file):
                 raise CheckpointError(
-                    f"{index_path} places tensor {name} in {file}, which does not exist in "
-                    f"{directory}."
+                    f"{index_path} places tensor {named(name)} in {named(file)}, which does not "
+                    f"exist in {directory}."
                 )
             shards[file] = Shard(directory / file)
         if name not in shards[file].entries:
             raise CheckpointError(
-                f"{index_path} places tensor {name} in {file}, which has no such tensor."
+                f"{index_path} places tensor {named(name)} in {file}, which has no such tensor."
             )
         shard_of[name] = shards[file]
     for file, shard in shards.items():
         for name in shard.entries:
             if shard_of.get(name) is not shard:
                 raise CheckpointError(
-                    f"{shard.path}, tensor {name}: the index places it in "
+                    f"{shard.path}, tensor {named(name)}: the index places it in "
                     f"{weight_map.get(name, 'no file')}, but {file} has it."
                 )
+    _check_total(index_path, index.get("metadata"), shards.values())
     return tuple(shards.values()), shard_of
+
+
+def _check_total(path: Path, metadata: object, shards: Iterable[Shard]) -> None:
+    """The index's own sum, where it states one: the bytes of all tensors, as the release has it."""
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    found = sum(entry.end - entry.begin for shard in shards for entry in shard.entries.values())
+    if stated is not None and stated != found:
+        raise CheckpointError(
+            f"{path} states a total_size of {shown(stated)} bytes; the tensors of its files have "
+            f"{found}."
+        )

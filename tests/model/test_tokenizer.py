@@ -208,6 +208,8 @@ def write_lines(directory: Path, lines: list[str]) -> None:
         ("@@@@ 256", "line 257: not base64"),
         ("YWI= 255", "line 257: rank 255 where 256"),
         ("YWI= x", "line 257: rank b'x'"),
+        ("YWI= " + "9" * 5000, r"line 257: rank .*5,003 characters\) .* at most 40 digits"),
+        ("Y" * 70_000 + " 256", "line 257: a file may have .* lines of 65,536 bytes"),
         ("YQ== 256", "line 257: token b'a' occurs twice"),
     ],
 )
@@ -236,8 +238,12 @@ def test_missing_bytes_and_wrong_vocab_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "not JSON"),
-        ("[]", "no object 'added_tokens_decoder'"),
+        ("{", "not valid"),
+        ("[]", "a list, not an object"),
+        ("{}", "no object 'added_tokens_decoder'"),
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "a"}}}, r"\(5,002 characters\)"),
+        ({"added_tokens_decoder": {"٣٠٠": {"content": "a"}}}, "outside the special ids"),
+        ({"added_tokens_decoder": {"256": {"content": "\ud800"}}}, r"surrogate pair, \\ud800"),
         ({"added_tokens_decoder": {"256": {"content": 3}}}, "has no text 'content'"),
         ({"added_tokens_decoder": {"255": {"content": "a"}}}, "outside the special ids"),
         ({"added_tokens_decoder": {"512": {"content": "a"}}}, "outside the special ids"),

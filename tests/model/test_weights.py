@@ -254,6 +254,11 @@ class TestDamage:
             ({"data_offsets": [0, 128]}, ["overlaps"]),
             ({"data_offsets": [1 << 50, (1 << 50) + 128]}, ["gap"]),
             ({"extra": 1}, ["must have dtype, shape and data_offsets"]),
+            ({"dtype": ["BF16"]}, ["unknown dtype ['BF16']"]),
+            ({"dtype": {}}, ["unknown dtype {}"]),
+            ({"shape": [1] * 9}, ["not a list of at most 8 sizes"]),
+            ({"shape": [10**39] * 8}, ["needs 4000", "characters) bytes"]),
+            ({"dtype": "F" * 5000}, ["5,002 characters"]),
         ],
     )
     def test_header_entries(
@@ -277,7 +282,7 @@ class TestDamage:
         weight_map = index_of(directory)
         weight_map[wrong] = weight_map.pop(name)
         write_index(directory, weight_map)
-        self.refused(directory, wrong, "the configuration has no such tensor")
+        self.refused(directory, f"has no tensor {name}", "asks for F32 of shape [32]")
 
     def test_incomplete_checkpoint(self, directory: Path, tmp_path: Path) -> None:
         config = json.loads((directory / "config.json").read_text())
@@ -314,6 +319,24 @@ class TestDamage:
     ) -> None:
         write_index(directory, index_of(directory) | {name: file})
         self.refused(directory, INDEX_FILE, name, repr(file))
+
+    @pytest.mark.parametrize("file", ["a\0b", "z" * 255])
+    def test_index_that_names_what_no_file_is_called(
+        self, directory: Path, name: str, file: str
+    ) -> None:
+        write_index(directory, index_of(directory) | {name: file})
+        self.refused(directory, INDEX_FILE, name, "does not exist")
+
+    @pytest.mark.parametrize("change", [-1, 1, 0.5])
+    def test_the_sum_of_the_index(self, directory: Path, change: float) -> None:
+        index = json.loads((directory / INDEX_FILE).read_text())
+        right = index["metadata"]["total_size"]
+        index["metadata"]["total_size"] = float(right)
+        (directory / INDEX_FILE).write_text(json.dumps(index))
+        CheckpointReader(directory)
+        index["metadata"]["total_size"] = right + change
+        (directory / INDEX_FILE).write_text(json.dumps(index))
+        self.refused(directory, INDEX_FILE, f"total_size of {right + change}", str(right))
 
     @pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
     def test_index_without_a_map(self, directory: Path, text: str) -> None:
@@ -359,6 +382,8 @@ def test_conversions_from_bf16(mini_linear_checkpoint: Path, tmp_path: Path) -> 
             if tensor.dtype == torch.float32 or tensor.dim() in (1, 3)
         }
         safetensors.torch.save_file(tensors | changed, directory / file)
+    # Without the sum of bytes, which is another one now.
+    write_index(directory, index_of(directory))
     config = ModelConfig.from_checkpoint(directory)
     attention = CheckpointReader(directory, config).load_layer(0).attention
     assert isinstance(attention, KdaParameters)
