@@ -230,7 +230,7 @@ def test_a_random_schedule_meets_no_poison(
 
 
 def test_long_chunks_expand_keys_and_values(models: dict[tuple[str, str], Model]) -> None:
-    """Lengths on both sides of two choices: expanded attention, and unpacking of tiles."""
+    """Lengths on both sides of the choice between absorbed and expanded attention."""
     for form, trunk in (("k3", "rows"), ("k3", "tiles"), ("linear", "rows")):
         model = models[form, trunk]
         session, oracle = Session(model), Oracle(model)

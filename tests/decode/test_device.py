@@ -27,6 +27,7 @@ from kdecode.kernels.contract import Tolerance
 from kdecode.kernels.experts import torch_impl as experts
 from kdecode.kernels.kda_conv import torch_impl as conv
 from kdecode.kernels.kda_recurrence import torch_impl as recurrence
+from kdecode.kernels.mla_attention import torch_impl as attention
 from kdecode.kernels.mlp import torch_impl as mlp
 from kdecode.model.layout import to_device
 from kdecode.testing.compare import assert_close, bit_equal
@@ -65,6 +66,7 @@ def _leave_out_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU takes the torch operators that another device takes, for a model in "rows"."""
     monkeypatch.setattr(conv, "_native_convolution", lambda taps: None)
     monkeypatch.setattr(recurrence, "_is_native", lambda states: False)
+    monkeypatch.setattr(attention, "_is_native", lambda mla, pages: False)
     for module in (experts, mlp):
         monkeypatch.setattr(
             module, "make_gated", lambda activation, matrix, isa: torch_gated(activation, "rows")

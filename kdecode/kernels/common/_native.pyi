@@ -97,7 +97,9 @@ def delta_rule_chunks(
     heads: int,
     head_dim: int,
 ) -> None: ...
+def prompt_attention(isa: str, args: Any) -> None: ...
 
 CONV_TAPS: int
+MAX_PROMPT_WIDTH: int
 
 def __getattr__(name: str) -> Any: ...

@@ -7,6 +7,7 @@
 #include "../kda_conv/cpu.h"
 #include "../kda_recurrence/cpu.h"
 #include "../linear/cpu.h"
+#include "../mla_attention/cpu.h"
 #include "../mlp/cpu.h"
 #include "native.h"
 #include "program.h"
@@ -29,6 +30,7 @@ struct KernelTable {
   void (*gated)(const GatedArgs&);
   void (*convolve)(const ConvolveArgs&);
   void (*delta_rule_chunks)(const DeltaRuleArgs&);
+  void (*prompt_attention)(const PromptAttentionArgs&);
   VmathProbe vmath_probe;
 
   // std::invalid_argument if there is no such step.

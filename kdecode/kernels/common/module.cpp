@@ -23,6 +23,7 @@ void bind_linear(nb::module_&);
 void bind_gated(nb::module_&);
 void bind_convolve(nb::module_&);
 void bind_delta_rule_chunks(nb::module_&);
+void bind_prompt_attention(nb::module_&);
 
 namespace {
 
@@ -203,6 +204,7 @@ NB_MODULE(_native, m) {
   bind_gated(m);
   bind_convolve(m);
   bind_delta_rule_chunks(m);
+  bind_prompt_attention(m);
 #define KD_STEP(name, Args) bind_##name(m);
   KD_STEPS(KD_STEP)
 #undef KD_STEP

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "../common/rotate.h"
+#include "../common/attention.h"
 #include "../common/tile_ops.h"
-#include "attention.h"
 
 namespace kdecode::KD_NS {
 namespace {
@@ -12,6 +12,8 @@ namespace {
 constexpr int kUnitBlocks = 4;         // blocks of lanes that share one pass over the cache, at most
 constexpr int kMinUnitLanes = 8;       // fewer do not fill the registers
 constexpr int kUnitsPerThread = 4;     // so that the threads finish together
+
+static_assert(kMaxMlaWidth <= kMaxQueryWidth, "a cache row is a key");
 
 struct Shape {
   explicit Shape(const MlaFrontArgs& args)
@@ -89,6 +91,25 @@ void query_head(const MlaFrontArgs& args, int head) {
     bf16* const out = args.mla_query + (std::int64_t{r} * args.heads + head) * shape.cache_width + args.kv_rank;
     copy_rope(args, r, query[r] + args.nope_dim, out);
   }
+}
+
+// out[i] = values[codes[i]], bf16. `values` is odd in the sign bit of the code; `count` is a multiple of 16.
+inline void dequantise(const fp8* codes, const bf16* values, int count, bf16* out) {
+#if defined(__AVX512BF16__)
+  __m512i table[4];
+  for (int i = 0; i < 4; ++i) table[i] = _mm512_loadu_si512(values + 32 * i);
+  for (int i = 0; i < count; i += 32) {
+    const __mmask32 mask = count - i >= 32 ? 0xffffffffu : 0xffffu;
+    const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, codes + i));
+    const __m512i low = _mm512_permutex2var_epi16(table[0], code, table[1]);
+    const __m512i high = _mm512_permutex2var_epi16(table[2], code, table[3]);
+    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+    _mm512_mask_storeu_epi16(out + i, mask, _mm512_or_si512(magnitude, sign));
+  }
+#else
+  for (int i = 0; i < count; ++i) out[i] = values[codes[i]];
+#endif
 }
 
 // Rows [first, last) of one request: the last one's pages hold the context of all, in tokens up to `length`.

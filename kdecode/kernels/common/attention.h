@@ -1,19 +1,19 @@
-// One round of latent attention for a block of lanes: scores, the online softmax, weighted sums of latents. Only for cpu.cpp.
+// One round of attention for a block of lanes: scores, the online softmax, weighted sums of values.
 //
-// A lane is one head of one row. What a lane gets depends on its own query and on the tokens, in their order, and on nothing in
-// the other lanes: so lanes may be put together as it suits.
+// A lane is one query, of a head and a row. What a lane gets depends on its own query and on the tokens, in their order, and on
+// nothing in the other lanes: so lanes may be put together as it suits.
 #pragma once
 
 #include <cstring>
 
-#include "../common/vec.h"
-#include "../common/vmath.h"
-#include "cpu.h"
+#include "vec.h"
+#include "vmath.h"
 
 namespace kdecode::KD_NS {
 namespace {
 
 constexpr int kLaneBlock = 16;
+constexpr int kMaxQueryWidth = 1024;  // bound of scratch memory
 constexpr int kTokenBlock = 64;  // tokens of one round; their rows stay in the second-level cache
 // Scores of so many tokens are computed together; lists of tokens are filled up to a multiple of it.
 constexpr int kScoreTokens = kLanes == 16 ? 4 : 2;
@@ -82,7 +82,7 @@ class QueryBlock {
   }
 
   int width_ = 0;
-  alignas(64) bf16 tile_[kMaxMlaWidth * kLaneBlock];
+  alignas(64) bf16 tile_[kMaxQueryWidth * kLaneBlock];
 };
 
 #else
@@ -162,7 +162,7 @@ struct Softmax {
 
 // The weights of one round and what they are summed into.
 struct Weighted {
-  const bf16* const* token;
+  const bf16* const* token;  // its value
   int count;
   const float* weights;  // [count, kLaneBlock]
   const float* kept;     // [kLaneBlock]
@@ -172,7 +172,7 @@ struct Weighted {
 
 // sums[lane][column...] = kept[lane] * sums[lane] + sum_t weights[t][lane] * token[t][column...] of L lanes and N vectors of columns.
 template <int L, int N>
-inline void add_latents(const Weighted& w, int lane, int column) {
+inline void add_values(const Weighted& w, int lane, int column) {
   vec acc[L][N] = {};
   if (!w.is_first) {
     for (int i = 0; i < L; ++i) {
@@ -197,10 +197,10 @@ template <int N>
 inline void add_columns(const Weighted& w, int lanes, int column) {
   int lane = 0;
 #if defined(__AVX512BF16__)
-  for (; lane + 8 <= lanes; lane += 8) add_latents<8, N>(w, lane, column);
+  for (; lane + 8 <= lanes; lane += 8) add_values<8, N>(w, lane, column);
 #endif
-  for (; lane + 4 <= lanes; lane += 4) add_latents<4, N>(w, lane, column);
-  for (; lane < lanes; ++lane) add_latents<1, N>(w, lane, column);
+  for (; lane + 4 <= lanes; lane += 4) add_values<4, N>(w, lane, column);
+  for (; lane < lanes; ++lane) add_values<1, N>(w, lane, column);
 }
 
 inline void add_round(const Weighted& w, int lanes, int rank, Ahead& ahead) {
@@ -212,25 +212,6 @@ inline void add_round(const Weighted& w, int lanes, int rank, Ahead& ahead) {
   }
   for (; column < rank; column += kLanes) add_columns<1>(w, lanes, column);
   ahead.ask(1, 1);
-}
-
-// out[i] = values[codes[i]], bf16. `values` is odd in the sign bit of the code; `count` is a multiple of 16.
-inline void dequantise(const fp8* codes, const bf16* values, int count, bf16* out) {
-#if defined(__AVX512BF16__)
-  __m512i table[4];
-  for (int i = 0; i < 4; ++i) table[i] = _mm512_loadu_si512(values + 32 * i);
-  for (int i = 0; i < count; i += 32) {
-    const __mmask32 mask = count - i >= 32 ? 0xffffffffu : 0xffffu;
-    const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, codes + i));
-    const __m512i low = _mm512_permutex2var_epi16(table[0], code, table[1]);
-    const __m512i high = _mm512_permutex2var_epi16(table[2], code, table[3]);
-    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), low, high);
-    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
-    _mm512_mask_storeu_epi16(out + i, mask, _mm512_or_si512(magnitude, sign));
-  }
-#else
-  for (int i = 0; i < count; ++i) out[i] = values[codes[i]];
-#endif
 }
 
 }  // namespace
