@@ -33,6 +33,8 @@ class SpeculativeConfig:
     stated rates whatever the drafts are, so that its text is no answer of the model.
     synthetic_acceptance_length: mean tokens of a step, the target's own one included.
     tap_stream: what the draft reads of the target; None for what its layout was trained on.
+    enable_adaptive_verification: only drafts that pay are verified, by the draft's confidence and
+    by costs measured when the engine is built.
     synthetic_acceptance_rates: for each draft, how often it and all before it are accepted.
     """
 
@@ -44,6 +46,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     tap_stream: TapStream | None = None
+    enable_adaptive_verification: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -62,6 +65,16 @@ class SpeculativeConfig:
         )
         if self.tap_stream is not None:
             check_choice("tap_stream", self.tap_stream, get_args(TapStream))
+        if not isinstance(self.enable_adaptive_verification, bool):
+            raise ConfigError(
+                f"enable_adaptive_verification is {self.enable_adaptive_verification!r}; it must "
+                "be true or false."
+            )
+        if self.enable_adaptive_verification and self.is_synthetic:
+            raise ConfigError(
+                "enable_adaptive_verification is set, but rejection_sample_method is 'synthetic', "
+                "whose rates do not follow any confidence."
+            )
         self._check_synthetic()
 
     def _check_synthetic(self) -> None:

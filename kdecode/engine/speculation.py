@@ -19,7 +19,9 @@ from kdecode.engine.draft import DraftWeights, make_forward
 from kdecode.engine.judge import Judge
 from kdecode.engine.sampling import BadLogits, Choice
 from kdecode.engine.scheduler import ScheduledStep, Share
+from kdecode.engine.step_costs import measure_costs
 from kdecode.model.layout import PackedModel
+from kdecode.speculative.adaptive import StepCosts, lengths
 from kdecode.speculative.dspark import DsparkProposer
 from kdecode.speculative.loop import SpeculativeLoop, with_drafts
 from kdecode.speculative.rollback import Deferred
@@ -39,13 +41,21 @@ def draft_config(engine: EngineConfig, target: ModelConfig) -> DraftConfig | Non
             f"num_speculative_tokens is {speculative.num_speculative_tokens}; the draft in "
             f"{speculative.model} was trained for at most {draft.max_drafts}."
         )
+    if speculative.enable_adaptive_verification and not draft.has_confidence:
+        raise ConfigError(
+            f"enable_adaptive_verification is set; the draft in {speculative.model} has no "
+            "confidence head to go by."
+        )
     return draft
 
 
 def verify_rows(engine: EngineConfig) -> tuple[int, ...]:
     """Rows of one request of the steps that judge drafts."""
     speculative = engine.speculative
-    return () if speculative is None else (1 + speculative.num_speculative_tokens,)
+    if speculative is None:
+        return ()
+    most = 1 + speculative.num_speculative_tokens
+    return tuple(range(2, most + 1)) if speculative.enable_adaptive_verification else (most,)
 
 
 class Speculation:
@@ -57,8 +67,11 @@ class Speculation:
         proposer: Proposer,
         runner: StepRunner,
         caches: Caches,
+        costs: StepCosts | None = None,
     ) -> None:
         self.config = config
+        # What verification adapts to; None where every draft is verified.
+        self.costs = costs
         self._proposer = proposer
         self._runner = runner
         self._loop = SpeculativeLoop(runner.run, Deferred(caches))
@@ -76,7 +89,11 @@ class Speculation:
         assert engine.speculative is not None
         forward = make_forward(weights, draft, engine, packed, runner, caches)
         proposer = DsparkProposer(engine.speculative, forward)
-        return Speculation(engine.speculative, proposer, runner, caches)
+        costs = None
+        if engine.speculative.enable_adaptive_verification:
+            count = engine.speculative.num_speculative_tokens
+            costs = measure_costs(runner, caches, forward, count)
+        return Speculation(engine.speculative, proposer, runner, caches, costs)
 
     @property
     def times(self) -> RoundTimes:
@@ -90,7 +107,7 @@ class Speculation:
     def round(self, step: ScheduledStep) -> list[Choice | BadLogits]:
         """Runs a decode step of which at least one request has room for drafts."""
         begin = time.perf_counter_ns()
-        proposals = self._propose(step)
+        proposals = self._worthwhile(self._propose(step))
         drafted = time.perf_counter_ns()
         judge = Judge([share.request for share in step.shares], self.config)
         verdicts = self._loop.round(step.batch, proposals, judge)
@@ -101,6 +118,19 @@ class Speculation:
         self.times.draft_ns += drafted - begin
         self.times.commit_ns += time.perf_counter_ns() - judged
         return [judge.choices[index] for index in range(len(verdicts))]
+
+    def _worthwhile(self, proposals: list[Proposal]) -> list[Proposal]:
+        """Each request's drafts as far as they pay, where verification adapts."""
+        if self.costs is None or any(p.confidence is None for p in proposals if p.num_drafts):
+            return proposals
+        chosen = lengths(
+            [proposal.confidence or () for proposal in proposals],
+            self.costs,
+            len(proposals),
+            # Steps of unequal numbers of drafts have no prepared plan.
+            is_uniform=self._runner.engine.decode_backend == "latency_specialized",
+        )
+        return [p.shortened(count) for p, count in zip(proposals, chosen, strict=True)]
 
     def _propose(self, step: ScheduledStep) -> list[Proposal]:
         """One proposal for each request; none of its drafts where it has no room for any."""

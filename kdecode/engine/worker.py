@@ -103,6 +103,7 @@ class Worker:
             "synthetic_acceptance_rates": (
                 list(speculative.acceptance_rates()) if speculative.is_synthetic else None
             ),
+            "enable_adaptive_verification": speculative.enable_adaptive_verification,
             "taps": list(self.draft.taps),
             "tap_stream": self.draft.tap_stream,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from kdecode.speculative.accept import (
     draw,
     extra_tokens,
 )
+from kdecode.speculative.adaptive import StepCosts, lengths
 from kdecode.speculative.streams import Streams
 from kdecode.speculative.types import Proposal
 
 VOCAB, NUM_DRAFTS = 6, 3
+COSTS = StepCosts.of({1: 1.0, 2: 1.4, 3: 1.7, 4: 1.9}, draft=0.1)
 PARAMS = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, max_tokens=10**6, ignore_eos=True)
 # Chi-square: how far above its degrees of freedom, in standard deviations, a sum may lie.
 MAX_SIGMAS = 4.0
@@ -102,12 +105,16 @@ def _request(seed: int, params: SamplingParams = PARAMS) -> Request:
 
 
 def _chain(config: SpeculativeConfig, num_tokens: int) -> tuple[list[int], int, int]:
-    """One request over the judge itself: its tokens, accepted drafts, rounds."""
+    """One request over the judge itself: its tokens, accepted drafts, rounds.
+
+    Where verification adapts, what the draft expects goes by the token before, as the head does.
+    """
     logits, _, own = _tables()
     request = _request(seed=11)
     request.output_ids.append(0)
     accepted = rounds = 0
     is_drawn = config.draft_sample_method == "probabilistic"
+    counts = Counter[int]()
     while len(request.output_ids) <= num_tokens:
         anchor = request.num_tokens - 1
         streams = Streams(request.seed, anchor)
@@ -117,7 +124,12 @@ def _chain(config: SpeculativeConfig, num_tokens: int) -> tuple[list[int], int, 
             uniform = torch.tensor([streams.uniform("draft", place)], dtype=torch.float64)
             before.append(int(draw(q[None], uniform)) if is_drawn else int(q.argmax()))
         probabilities = own[before[:-1]] if is_drawn else None
-        proposal = Proposal(anchor, tuple(before[1:]), probabilities)
+        confidence = tuple(0.3 + 0.12 * token for token in before[:-1])
+        proposal = Proposal(anchor, tuple(before[1:]), probabilities, confidence)
+        if config.enable_adaptive_verification:
+            (count,) = lengths([confidence], COSTS, 1, is_uniform=False)
+            proposal, before = proposal.shortened(count), before[: count + 1]
+            counts[count] += 1
         judge = Judge([request], config)
         verdict = judge(0, proposal, logits[before])
         choice = judge.choices[0]
@@ -125,25 +137,30 @@ def _chain(config: SpeculativeConfig, num_tokens: int) -> tuple[list[int], int, 
         assert choice.tokens == verdict.tokens(proposal)
         request.output_ids += choice.tokens
         accepted, rounds = accepted + verdict.accepted, rounds + 1
+    if config.enable_adaptive_verification:
+        assert set(counts) == {0, 1, 2, 3}
+        assert min(counts.values()) > 20
     return request.output_ids[: num_tokens + 1], accepted, rounds
 
 
+@pytest.mark.parametrize("is_adaptive", [False, True])
 @pytest.mark.parametrize("drafting", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_a_request_of_an_engine(method: str, drafting: str) -> None:
+def test_a_request_of_an_engine(method: str, drafting: str, is_adaptive: bool) -> None:
     """The same through the engine's judge, with the random numbers of its request."""
     config = SpeculativeConfig(
         "draft",
         NUM_DRAFTS,
         draft_sample_method=drafting,  # type: ignore[arg-type]
         rejection_sample_method=method,  # type: ignore[arg-type]
+        enable_adaptive_verification=is_adaptive,
     )
     _, target, _ = _tables()
     tokens, accepted, rounds = _chain(config, 3000)
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     for before, after in itertools.pairwise(tokens):
         counts[before, after] += 1
-    assert accepted > 0.3 * rounds
+    assert accepted > 0.2 * rounds
     assert _sigmas(counts, target) < MAX_SIGMAS
 
 

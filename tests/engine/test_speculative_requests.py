@@ -6,20 +6,23 @@ replies, logprobs and logits are compared exactly.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from proposers import Scripted, SelfDraft, inner, use
-from speculation_cases import BACKENDS, Plain, build, greedy, speculative
+from speculation_cases import BACKENDS, Plain, build, draft_directory, greedy, speculative
 
 from kdecode.cache.budget import page_bytes, slot_bytes
 from kdecode.config import ConfigError, ModelConfig
+from kdecode.config_speculative import SpeculativeConfig
 from kdecode.engine import speculation
 from kdecode.engine.engine import LLM
 from kdecode.engine.judge import Judge
 from kdecode.engine.request import Output, RequestError, SamplingParams, StructuredOutput
+from kdecode.speculative.adaptive import StepCosts
 from kdecode.speculative.types import Proposal, RoundRequest
 from kdecode.testing.compare import bit_equal
 
@@ -283,3 +286,46 @@ def test_the_target_as_its_own_draft_accepts_everything(mini_checkpoint: Path, t
     (output,) = llm.generate([[(7 * n) % 1000 for n in range(tokens)]], greedy(20))
     assert output.error is None
     assert (output.rounds.acceptance_rate, output.rounds.acceptance_length) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_verification_adapts_to_what_steps_cost(mini_checkpoint: Path, backend: str) -> None:
+    """Measured costs first; then free rows, which all drafts get, and rows too dear for any."""
+    prompts = [PROMPT, [4, 4, 4]]
+    llm = build(mini_checkpoint, backend, None)
+    plain = Plain(llm, llm.generate(prompts, greedy(16)))
+    config = speculative(mini_checkpoint, enable_adaptive_verification=True)
+    llm = build(mini_checkpoint, backend, config)
+    stats = llm.stats()
+    assert (stats["pages_used"], stats["slots_used"], stats["decode_steps"]) == (0, 0, [])
+    engine = llm._worker.speculation
+    assert engine is not None
+    assert engine.costs is not None
+    # One request and three, with up to three drafts.
+    assert engine.costs.rows == (1, 2, 3, 4, 6, 9, 12)
+    assert 0 < engine.costs.times[0] <= engine.costs.times[-1]
+    assert engine.costs.draft > 0
+    free = StepCosts.of({1: 1.0, 12: 1.0}, draft=1.0)
+    dear = StepCosts.of({1: 1.0, 2: 100.0}, draft=0.0)
+    for costs, drafts in ((engine.costs, None), (free, 3), (dear, 0)):
+        engine.costs = costs
+        before = llm.stats()["speculation"]
+        outputs = llm.generate(prompts, greedy(16))
+        assert [output.error for output in outputs] == [None, None]
+        assert plain.near_ties(outputs) <= 2
+        after = llm.stats()["speculation"]
+        rounds = after["rounds"] - before["rounds"]
+        drafted = after["drafted_tokens"] - before["drafted_tokens"]
+        if drafts is not None:
+            assert drafted == drafts * rounds
+            assert (rounds > 0) == (drafts > 0)
+
+
+def test_a_draft_without_confidence_cannot_adapt(mini_checkpoint: Path, tmp_path: Path) -> None:
+    source = Path(draft_directory(mini_checkpoint))
+    document = json.loads((source / "config.json").read_text())
+    document["enable_confidence_head"] = False
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config = SpeculativeConfig(str(tmp_path), 3, enable_adaptive_verification=True)
+    with pytest.raises(ConfigError, match="no confidence head"):
+        build(mini_checkpoint, "auto", config)

@@ -44,8 +44,20 @@ def test_rates_are_taken_as_given() -> None:
         ({"num_speculative_tokens": 2.0}, r"num_speculative_tokens is 2.0; it must be a whole"),
         ({"draft_sample_method": "beam"}, r"draft_sample_method is 'beam'; .* greedy, prob"),
         ({"rejection_sample_method": "typical"}, r"is 'typical'; .* standard, block, synthetic"),
+        ({"tap_stream": "logits"}, r"tap_stream is 'logits'; it must be one of prefix, attn_res"),
+        (
+            {"enable_adaptive_verification": 1},
+            r"adaptive_verification is 1; it must be true",
+        ),
+        (
+            {
+                "enable_adaptive_verification": True,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2,
+            },
+            r"enable_adaptive_verification is set, but .* is 'synthetic'",
+        ),
         # A setting that would have no effect is refused, not ignored.
-        ({"enable_adaptive_verification": True}, r"verification is True, which is no setting"),
         (
             {"draft_tensor_parallel_size": 2},
             r"draft_tensor_parallel_size is 2, which is no setting",
