@@ -149,7 +149,7 @@ def build(
     described = describe(deployment, packed, rows, rows_per_request)
     buffers = _allocate(described.buffer_specs, deployment, caches, memory)
     if rows_per_request > 1:
-        buffers.effects = _allocate_effects(deployment.config, rows)
+        buffers.effects = _allocate_effects(deployment.config, rows, buffers.memory)
     program = Program(deployment.pool, deployment.isa)
     steps = []
     for step in described.steps:
@@ -224,16 +224,20 @@ def _allocate(
     return buffers
 
 
-def _allocate_effects(config: ModelConfig, rows: int) -> dict[int, RowEffects]:
+def _allocate_effects(config: ModelConfig, rows: int, memory: PlanMemory) -> dict[int, RowEffects]:
     """Where the rows of a verify step are recorded, by KDA layer."""
     kda = config.kda
     heads = (rows, kda.num_heads, kda.head_dim)
+
+    def take(layer: int, name: str) -> torch.Tensor:
+        return memory.take(f"effects.{layer}.{name}", heads, torch.float32)
+
     return {
         layer: RowEffects(
-            keys=torch.zeros(heads),
-            decays=torch.zeros(heads),
-            corrections=torch.zeros(heads),
-            samples=torch.zeros(rows, 3 * kda.width, dtype=torch.bfloat16),
+            keys=take(layer, "keys"),
+            decays=take(layer, "decays"),
+            corrections=take(layer, "corrections"),
+            samples=memory.take(f"effects.{layer}.samples", (rows, 3 * kda.width), torch.bfloat16),
         )
         for layer, kind in enumerate(config.layer_kinds)
         if kind == "kda"

@@ -27,13 +27,14 @@ from kdecode.decode.plan import DecodePlan
 from kdecode.decode.step_check import StepError, check_step
 from kdecode.decode.taps import Taps
 from kdecode.kernels.common import native
+from kdecode.kernels.common.native import MAX_ROWS
 from kdecode.kernels.contract import PlanMemory
 from kdecode.model.layout import PackedModel
 
 log = logging.getLogger(__name__)
 
 SPECIALIZED, STANDARD = "specialized", "standard"
-# Plain and verify steps of up to so many rows get plans in every engine.
+# Decode steps of up to so many rows get plans in every engine.
 _FEWEST_BUCKETS = 8
 
 
@@ -41,11 +42,12 @@ def decline_reason(
     batch: StepBatch,
     buckets: tuple[int, ...] = ROW_BUCKETS,
     verify_rows: tuple[int, ...] = (),
+    max_requests: int = MAX_ROWS,
 ) -> str | None:
     """Why the prepared plans do not serve this step; None when one does.
 
     Looks at each request's state, never at token counts alone: a prompt of one token is a prefill.
-    verify_rows: rows of one request of the plans of verify steps.
+    verify_rows: rows of one request of the plans of verify steps; max_requests: of one of them.
     """
     decoding = [request.is_decode for request in batch.requests]
     if not any(decoding):
@@ -62,7 +64,7 @@ def decline_reason(
         (rows_per_request,) = counts
         if rows_per_request not in verify_rows:
             return "a number of drafts without a plan"
-        most = most_verify_rows(rows_per_request)
+        most = most_verify_rows(rows_per_request, max_requests)
         return _rows_reason(batch, batch.num_rows <= most, most)
     elif any(len(request.token_ids) != 1 for request in batch.requests):
         return "more than one token a request"
@@ -136,7 +138,8 @@ class StepRunner:
             deployment = self.deployment = deployment_of(packed.config, engine)
             memory = PlanMemory()
             # Most rows first: the others use the beginning of its memory.
-            for rows, each in sorted(plan_sizes(self._buckets, verify_rows), reverse=True):
+            sizes = plan_sizes(self._buckets, verify_rows, engine.max_requests)
+            for rows, each in sorted(sizes, reverse=True):
                 self._plans[rows, each] = latency_specialized.build(
                     deployment, packed, caches, rows, each, memory
                 )
@@ -147,7 +150,8 @@ class StepRunner:
         """Logits [requests that need them, vocab] fp32, in request order."""
         reason: str | None = "decode_backend is auto"
         if self._plans:
-            reason = decline_reason(batch, self._buckets, self._verify_rows)
+            most = self.engine.max_requests
+            reason = decline_reason(batch, self._buckets, self._verify_rows, most)
         is_decode_step = any(request.is_decode for request in batch.requests)
         path = STANDARD if reason is not None else SPECIALIZED
         if path == SPECIALIZED:
@@ -172,7 +176,7 @@ class StepRunner:
         size = requests * rows_per_request, rows_per_request
         if size in self._plans or self.deployment is None:
             return self.plan(*size)
-        if size not in plan_sizes(self._buckets, (rows_per_request,)):
+        if size not in plan_sizes(self._buckets, (rows_per_request,), requests):
             return self._standard
         return latency_specialized.build(self.deployment, self._packed, self._caches, *size)
 
@@ -209,17 +213,23 @@ def row_buckets(engine: EngineConfig) -> tuple[int, ...]:
     return tuple(rows for rows in ROW_BUCKETS if rows <= most)
 
 
-def plan_sizes(buckets: tuple[int, ...], verify_rows: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(rows, rows of one request) of every prepared plan. buckets: rows of plain decode steps."""
+def plan_sizes(
+    buckets: tuple[int, ...], verify_rows: tuple[int, ...], max_requests: int
+) -> list[tuple[int, int]]:
+    """(rows, rows of one request) of every prepared plan.
+
+    buckets: rows of plain decode steps. max_requests: of one verify step.
+    """
     sizes = [(rows, 1) for rows in buckets]
     for each in verify_rows:
-        sizes += [(rows, each) for rows in range(each, most_verify_rows(each) + 1, each)]
+        most = most_verify_rows(each, max_requests)
+        sizes += [(rows, each) for rows in range(each, most + 1, each)]
     return sizes
 
 
-def most_verify_rows(rows_per_request: int) -> int:
-    """Rows of the largest prepared verify step: of one request at least, whatever the buckets."""
-    return max(_FEWEST_BUCKETS, rows_per_request)
+def most_verify_rows(rows_per_request: int, max_requests: int) -> int:
+    """Rows of the largest prepared verify step."""
+    return rows_per_request * min(max_requests, MAX_ROWS // rows_per_request)
 
 
 @contextmanager

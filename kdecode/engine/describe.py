@@ -43,7 +43,8 @@ def describe_plan(
     if engine.changes_weights:
         notes = (_CHANGED_NOTE.format(engine.trunk_format),)
     verify_rows = (rows_per_request,) if rows_per_request > 1 else ()
-    is_served = (rows, rows_per_request) in plan_sizes(row_buckets(engine), verify_rows)
+    sizes = plan_sizes(row_buckets(engine), verify_rows, rows // rows_per_request)
+    is_served = (rows, rows_per_request) in sizes
     if engine.decode_backend == "latency_specialized" and is_served:
         deployment = deployment_of(config, engine, runs=False)
         plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)

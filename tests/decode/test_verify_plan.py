@@ -83,6 +83,7 @@ def _step(request: StepRequest, place: int) -> StepBatch:
     [
         (1, 8, None, "bf16"),
         (2, 4, None, "fp8"),
+        (3, 8, None, "bf16"),
         (4, 2, None, "bf16"),
         *((1, 5, isa, "bf16") for isa in supported_isas()),
     ],
@@ -99,7 +100,7 @@ def test_every_step_against_the_oracle(
     assert not caches.open_rows.slots
 
 
-@pytest.mark.parametrize(("num_requests", "each"), [(1, 8), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("num_requests", "each"), [(1, 8), (2, 4), (4, 2), (3, 5)])
 def test_what_stays_has_the_bits_of_plain_decoding(
     loaded: Loaded, num_requests: int, each: int
 ) -> None:
@@ -202,7 +203,8 @@ def test_a_request_that_ends_before_the_commit(loaded: Loaded) -> None:
 
 def test_which_verify_steps_have_a_plan(loaded: Loaded) -> None:
     caches = loaded.caches("bf16")
-    runner = StepRunner(loaded.packed, caches, loaded.engine(), verify_rows=(4, 8))
+    engine = loaded.engine(max_requests=2)
+    runner = StepRunner(loaded.packed, caches, engine, verify_rows=(4, 8))
     even, eight = _verified([5, 64], 4), _verified([5], 8)
     ragged = StepBatch((*_verified([5], 3).requests, *_verified([5, 64], 4).requests[1:]))
     mixed = StepBatch((_step(even.requests[0], 0).requests[0], even.requests[1]))
