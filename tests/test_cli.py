@@ -244,6 +244,31 @@ def test_plan_of_a_verify_step(capsys: pytest.CaptureFixture[str], mini_checkpoi
     assert (code, document["rows"], document["rows_per_request"]) == (0, 8, 4)
 
 
+def test_bench_layer_with_a_draft(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
+) -> None:
+    args = ("bench", "layer", mini_checkpoint, "--context-tokens", 16, "--runs", 1, *ENGINE)
+    for kind, backend in (("lightseek", "latency_specialized"), ("radixark", "auto")):
+        make_draft(tmp_path / kind, "mini", kind, seed=0)
+        text = json.dumps({"model": str(tmp_path / kind), "num_speculative_tokens": 3})
+        own = (*args, "--decode-backend", backend, "--speculative-config", text)
+        code, out, _ = _run(capsys, *own)
+        assert code == 0
+        assert f"backend {backend}, 4 rows, 4 a request, 16 tokens of context" in out
+        if backend == "auto":
+            assert out.endswith("\nthe draft runs in torch\n")
+            continue
+        assert "the draft: backend latency_specialized, 3 rows, 3 a request" in out
+        markov, append = out.splitlines()[-2:]
+        assert markov.startswith("3 Markov products with the choice of a draft: ")
+        assert append.startswith("caching 4 committed tokens: ")
+        code, out, _ = _run(capsys, *own, "--json")
+        draft = json.loads(out)["draft"]
+        assert draft["append_bytes"] > 0
+        assert draft["markov_bytes"] > 0
+        assert all(step["microseconds"] > 0 for step in draft["plan"]["steps"])
+
+
 def test_plan_with_a_draft(
     capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
     add_model_argument,
+    add_speculative_argument,
     engine_config,
     mebibytes,
     model_directory,
@@ -54,7 +55,8 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
         "--drafts",
         type=positive,
         metavar="N",
-        help="drafts of each request: the step that verifies them, of a MODEL",
+        help="drafts of each request: the step that verifies them, of a MODEL; "
+        "--speculative-config has a number of its own, and times the draft's round too",
     )
     part.add_argument("--runs", type=positive, default=15)
     part.add_argument("--json", action="store_true", help="one JSON document instead")
@@ -64,6 +66,7 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     shape.add_argument("--rank", type=int, help="whose random weights; default: 0")
     shape.add_argument("--layers", type=positive, help=f"the first N; default: {DEFAULT_LAYERS}")
     add_engine_arguments(part)
+    add_speculative_argument(part)
     part.set_defaults(decode_backend=None)
 
 
@@ -75,7 +78,12 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} needs a --shape.")
     args.decode_backend = args.decode_backend or EngineConfig().decode_backend
-    llm, probe = open_engine(args, args.drafts or 0)
+    if args.speculative_config is not None:
+        if args.drafts is not None:
+            raise InputError("Give --drafts or --speculative-config, which has their number.")
+        args.drafts = args.speculative_config.num_speculative_tokens
+    # The draft's probe needs room for a round of its own behind the context.
+    llm, probe = open_engine(args, (args.drafts or 0) + 1)
     document, text = _timed(
         probe,
         llm.engine_config,
@@ -84,7 +92,47 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         ),
     )
     document["config"] = llm.resolved_config()
+    if args.speculative_config is not None:
+        drafted = _draft(llm, args, document["bytes_per_second"])
+        document["draft"] = None if drafted is None else drafted[0]
+        text += "\n\n" + ("the draft runs in torch" if drafted is None else drafted[1])
     return document, text
+
+
+def _draft(
+    llm: LLM, args: argparse.Namespace, bandwidth: float
+) -> tuple[dict[str, Any], str] | None:
+    """The round of a draft that has a native plan."""
+    cost = llm.inspect_draft(args.context_tokens, args.runs)
+    if cost is None:
+        return None
+    rows = [("layer", "op", "us", "MiB", "GB/s", "of the floor", "experts", "covers")]
+    rows += [_step_row(step, bandwidth) for step in cost.plan.steps]
+    lines = [
+        f"the draft: {title(cost.plan, llm.engine_config)}",
+        table(rows),
+        _part_line("the block", cost.plan.plan_microseconds, cost.plan.num_bytes, bandwidth),
+        _part_line(
+            f"{counted(cost.num_drafts, 'Markov product')} with the choice of a draft",
+            cost.markov_microseconds,
+            cost.markov_bytes,
+            bandwidth,
+        ),
+        _part_line(
+            f"caching {counted(cost.num_drafts + 1, 'committed token')}",
+            cost.append_microseconds,
+            cost.append_bytes,
+            bandwidth,
+        ),
+    ]
+    return dataclasses.asdict(cost), "\n".join(lines)
+
+
+def _part_line(what: str, microseconds: float, num_bytes: float, bandwidth: float) -> str:
+    return (
+        f"{what}: {microseconds:,.0f} us, {mebibytes(num_bytes)}, "
+        f"{_share(num_bytes, microseconds, bandwidth)} of the floor"
+    )
 
 
 def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, ReadProbe]:

@@ -36,7 +36,7 @@ from kdecode.model.draft_tiles import (
     plan_config,
     refuse_layout,
 )
-from kdecode.model.layout import PackedModel
+from kdecode.model.layout import PackedMla, PackedModel
 
 # Rows of one pass over committed tokens: those of a round, and many for prompts.
 CONTEXT_ROWS = (MAX_ROWS, 32, 16, *range(9, 0, -1))
@@ -101,7 +101,7 @@ class SpecializedDraft:
     ) -> None:
         self.config = config
         self._weights = weights
-        self._num_drafts = num_drafts
+        self.num_drafts = num_drafts
         self._deployment = draft_deployment(config, deployment, num_drafts)
         self._caches = replace(
             caches,
@@ -119,6 +119,21 @@ class SpecializedDraft:
         )
         self._contexts = {rows: self._build_context(rows) for rows in CONTEXT_ROWS}
         self._markovs = {rows: self._build_markov(rows) for rows in range(1, MARKOV_ROWS + 1)}
+
+    @property
+    def markov_bytes(self) -> int:
+        """Weights that one Markov product reads."""
+        return self._weights.markov_out.num_bytes
+
+    @property
+    def append_bytes(self) -> int:
+        """Weights that one pass over committed tokens reads."""
+        mla, total = self.plan.config.mla, self._weights.context_proj.num_bytes
+        for layer in self._weights.layers:
+            assert isinstance(layer.attention, PackedMla)
+            matrix = layer.attention.in_proj
+            total += matrix.num_bytes * mla.cache_width // matrix.rows
+        return total
 
     def append(self, parts: Sequence[ContextRows]) -> None:
         """Caches the rows of committed tokens, in every layer."""
@@ -142,9 +157,9 @@ class SpecializedDraft:
         self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
     ) -> DraftBlock:
         """Drafts of each request for the tokens behind its anchor, strictly left to right."""
-        if num_drafts != self._num_drafts:
+        if num_drafts != self.num_drafts:
             raise ValueError(
-                f"{num_drafts} drafts are asked for; the plan has {self._num_drafts} rows."
+                f"{num_drafts} drafts are asked for; the plan has {self.num_drafts} rows."
             )
         torch.set_num_threads(1)
         found = [self._run_block(request) for request in requests]
@@ -165,7 +180,7 @@ class SpecializedDraft:
 
     def _run_block(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """Logits [N, vocab] and hidden rows [N, M] of one request's block."""
-        buffers, count = self.plan.buffers, self._num_drafts
+        buffers, count = self.plan.buffers, self.num_drafts
         start, pages = request.num_tokens, (*request.pages, *self._spare_pages())
         self._load_rows(buffers, [_Row(start + place, pages) for place in range(count)])
         buffers["row_context"].fill_(start + count)

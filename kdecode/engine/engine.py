@@ -35,6 +35,7 @@ from torch import Tensor
 
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.inspect import PlanCost, PlanProbe
+from kdecode.decode.inspect_draft import DraftCost, inspect_draft
 from kdecode.decode.plan import DecodePlan
 from kdecode.engine.controls import controls_of
 from kdecode.engine.loop import Event, StepLoop
@@ -323,6 +324,14 @@ class LLM:
             self._worker.packed, plan, caches, rows * each, context_tokens, threads, each
         ) as probe:
             return probe.measure(runs)
+
+    def inspect_draft(self, context_tokens: int, runs: int) -> DraftCost | None:
+        """What a draft's round costs on an idle engine; None where it has no native plan."""
+        speculation = self._worker.speculation
+        draft = None if speculation is None else speculation.native_draft
+        if draft is None:
+            return None
+        return inspect_draft(draft, self._worker.caches, context_tokens, runs)
 
     @property
     def loop(self) -> StepLoop:

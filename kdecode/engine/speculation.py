@@ -14,6 +14,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.config_speculative import SpeculativeConfig
+from kdecode.decode.draft_specialized import SpecializedDraft
 from kdecode.decode.runner import StepRunner
 from kdecode.engine.draft import DraftWeights, make_forward
 from kdecode.engine.judge import Judge
@@ -94,6 +95,14 @@ class Speculation:
             count = engine.speculative.num_speculative_tokens
             costs = measure_costs(runner, caches, forward, count)
         return Speculation(engine.speculative, proposer, runner, caches, costs)
+
+    @property
+    def native_draft(self) -> SpecializedDraft | None:
+        """The draft's native plan; None where it runs in torch."""
+        proposer = self._proposer
+        if isinstance(proposer, DsparkProposer) and isinstance(proposer.forward, SpecializedDraft):
+            return proposer.forward
+        return None
 
     @property
     def times(self) -> RoundTimes:

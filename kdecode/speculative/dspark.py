@@ -37,7 +37,7 @@ class DsparkProposer:
     def __init__(self, config: SpeculativeConfig, forward: DraftForward) -> None:
         self._num_drafts = config.num_speculative_tokens
         self._is_drawn = config.draft_sample_method == "probabilistic"
-        self._forward = forward
+        self.forward = forward
         # Rows of the draft's cache, by the request's slot.
         self._num_tokens: dict[int, int] = {}
 
@@ -47,7 +47,9 @@ class DsparkProposer:
             raise RuntimeError("The step handed out no taps; the draft has nothing to read.")
         parts, first = [], 0
         for request, count in zip(batch.requests, rows, strict=True):
-            known = 0 if request.start == 0 else self._num_tokens.get(request.slot, 0)
+            known = self._num_tokens.get(request.slot, 0)
+            if request.start == 0 or request.is_resumed:
+                known = request.start
             if known != request.start:
                 raise RuntimeError(
                     f"The draft's cache of slot {request.slot} has {known} rows; the step began "
@@ -56,7 +58,7 @@ class DsparkProposer:
             parts.append(ContextRows(request.start, request.pages, taps[first : first + count]))
             self._num_tokens[request.slot] = request.start + count
             first += len(request.token_ids)
-        self._forward.append(parts)
+        self.forward.append(parts)
 
     def propose(self, requests: Sequence[RoundRequest]) -> list[Proposal]:
         """The block is as long for every request, however few of its drafts are asked for."""
@@ -69,7 +71,7 @@ class DsparkProposer:
                 )
         policy = _Policy(requests, is_drawn=self._is_drawn)
         targets = [DraftRequest(r.anchor, r.anchor_position, r.pages) for r in requests]
-        block = self._forward.block(targets, self._num_drafts, policy.choose)
+        block = self.forward.block(targets, self._num_drafts, policy.choose)
         proposals = []
         for row, request in enumerate(requests):
             proposal = Proposal(
