@@ -1,4 +1,4 @@
-"""attn_res in torch.
+"""attn_res in torch; on a CPU the mix is native.
 
 Snapshots and prefix lie behind one another in ``residual_stack`` [S + 1, R, M], so the sources of a
 mix are one slice of it and nothing is concatenated.
@@ -23,13 +23,23 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def prepare(problem: Problem, weights: MixWeights, buffers: Buffers) -> Prepared:
-    return _Mix(weights, problem.config.rms_eps, buffers)
+    return _Mix(weights, problem.config.rms_eps, _is_native(problem, weights), buffers)
+
+
+def _is_native(problem: Problem, weights: MixWeights) -> bool:
+    """Whether there is a native mix of so many snapshots."""
+    if problem.device != "cpu":
+        return False
+    from kdecode.kernels.attn_res import native
+
+    return weights.num_snapshots <= native.MAX_SNAPSHOTS
 
 
 @dataclass(frozen=True)
 class _Mix:
     weights: MixWeights
     eps: float
+    is_native: bool
     buffers: Buffers
 
     def run(self) -> None:
@@ -38,6 +48,12 @@ class _Mix:
             buffers[weights.output] = buffers["prefix"]
             return
         sources = buffers["residual_stack"][: weights.num_snapshots + 1]
+        if self.is_native:
+            from kdecode.kernels.attn_res import native
+
+            isa = buffers.products.isa
+            buffers[weights.output] = native.mix(sources, weights.weight, self.eps, isa)
+            return
         if sources.shape[1] <= _BLOCK_ROWS:
             buffers[weights.output] = mix(sources, weights.weight, self.eps)
             return

@@ -98,8 +98,19 @@ def delta_rule_chunks(
     head_dim: int,
 ) -> None: ...
 def prompt_attention(isa: str, args: Any) -> None: ...
+def mix_rows(
+    isa: str,
+    sources: int,
+    weight: int,
+    out: int,
+    num_snapshots: int,
+    rows: int,
+    width: int,
+    eps: float,
+) -> None: ...
 
 CONV_TAPS: int
+MAX_SNAPSHOTS: int
 MAX_PROMPT_WIDTH: int
 
 def __getattr__(name: str) -> Any: ...

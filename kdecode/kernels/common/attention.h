@@ -210,6 +210,7 @@ inline void add_round(const Weighted& w, int lanes, int rank, Ahead& ahead) {
     add_columns<kWide>(w, lanes, column);
     ahead.ask(column + kWide * kLanes, rank);
   }
+  for (; column + 2 * kLanes <= rank; column += 2 * kLanes) add_columns<2>(w, lanes, column);
   for (; column < rank; column += kLanes) add_columns<1>(w, lanes, column);
   ahead.ask(1, 1);
 }

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "../attn_res/cpu.h"
 #include "../kda_conv/cpu.h"
 #include "../kda_recurrence/cpu.h"
 #include "../linear/cpu.h"
@@ -31,6 +32,7 @@ struct KernelTable {
   void (*convolve)(const ConvolveArgs&);
   void (*delta_rule_chunks)(const DeltaRuleArgs&);
   void (*prompt_attention)(const PromptAttentionArgs&);
+  void (*mix_rows)(const MixNorm&);
   VmathProbe vmath_probe;
 
   // std::invalid_argument if there is no such step.

@@ -49,6 +49,8 @@ void softmax(float* scores, int count) {
   for (int i = 0; i < count; ++i) scores[i] /= sum;
 }
 
+}  // namespace
+
 void mix_row(const MixNorm& args, int row, bf16* out) {
   const std::int64_t width = args.width;
   const bf16* sources[kMaxSnapshots + 1];
@@ -71,8 +73,6 @@ void mix_row(const MixNorm& args, int row, bf16* out) {
     for (int c = 0; c < columns; ++c) out[start + c] = round_bf16(sums[c]);
   }
 }
-
-}  // namespace
 
 void rms_norm_row(const bf16* x, const float* weight, float eps, std::int64_t width, bf16* out) {
   const float scale = inverse_rms(sums_of(x, nullptr, width).squares, eps, width);

@@ -26,6 +26,9 @@ struct MixNorm {
 #ifdef KD_NS
 namespace kdecode::KD_NS {
 
+// The mix of one row to `out`; there is a mix_weight.
+void mix_row(const MixNorm& args, int row, bf16* out);
+
 // mix_out[row], norm_out[row] of one row, single-threaded; rounding points as in ARCHITECTURE.md.
 void mix_norm_row(const MixNorm& args, int row);
 
