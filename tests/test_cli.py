@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kdecode.cli import main
+from kdecode.config_draft import DraftKind
 from kdecode.model.draft_synthesis import make_draft
 
 ENGINE = ["--threads", "1", "--page-tokens", "16"]
@@ -628,3 +629,18 @@ def test_a_wrong_speculative_config_ends_in_one_line(
     code, out, err = _run(capsys, "generate", mini_checkpoint, "--prompt", "a", *given, *ENGINE)
     assert (code, out) == (2, "")
     assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", ["inferact", "redhat"])
+def test_check_compares_the_draft_of_both_backends(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, tmp_path: Path, kind: DraftKind
+) -> None:
+    make_draft(tmp_path / "draft", "mini", kind, seed=0)
+    config = json.dumps({"model": str(tmp_path / "draft"), "num_speculative_tokens": 5})
+    common = ("check", mini_checkpoint, "--steps", 1, "--prompt-tokens", 3, "--json", *ENGINE)
+    code, out, _ = _run(capsys, *common, "--speculative-config", config)
+    assert code == 0
+    for backend in json.loads(out):
+        found = {item["quantity"]: item for item in backend["model"]}
+        for quantity in ("draft rows", "draft logits"):
+            assert 0 < found[quantity]["backend"] <= found[quantity]["limit"] < 0.1

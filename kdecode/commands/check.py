@@ -24,6 +24,7 @@ from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
     add_model_argument,
+    add_speculative_argument,
     context_tokens,
     engine_config,
     model_directory,
@@ -111,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the tokens")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead")
     add_engine_arguments(parser, has_backend=False)
+    add_speculative_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,16 +214,16 @@ class _Gold:
         kinds = {"logits": ([], [])}  # type: dict[str, tuple[list[float], list[float]]]
         for row, (gold, rounded) in enumerate(zip(self.gold, self.rounded, strict=True)):
             for ours, wanted, near in zip(logits[row], gold[0], rounded[0], strict=True):
-                kinds["logits"][0].append(_distance(ours, wanted))
-                kinds["logits"][1].append(_distance(near, wanted))
+                kinds["logits"][0].append(distance(ours, wanted))
+                kinds["logits"][1].append(distance(near, wanted))
             wanted_state, near_state = self._parts(gold[1]), self._parts(rounded[1])
             for name, ours in states[row].items():
                 backend, reference = kinds.setdefault(name.split(".")[0], ([], []))
                 # One by one: samples of a window, heads of a state, tokens of a latent cache.
                 parts = zip(ours, near_state[name], wanted_state[name], strict=True)
                 for mine, near, wanted in parts:
-                    backend.append(_distance(mine, wanted))
-                    reference.append(_distance(near, wanted))
+                    backend.append(distance(mine, wanted))
+                    reference.append(distance(near, wanted))
         return tuple(
             ModelCheck(kind, statistics.median(backend), statistics.median(reference))
             for kind, (backend, reference) in kinds.items()
@@ -240,7 +242,8 @@ class _Gold:
         }
 
 
-def _distance(actual: Tensor, gold: Tensor) -> float:
+def distance(actual: Tensor, gold: Tensor) -> float:
+    """Relative, root mean square."""
     actual, gold = actual.double(), gold.double()
     return float((actual - gold).norm() / gold.norm().clamp_min(1e-30))
 
@@ -258,6 +261,10 @@ def _check(
     model: tuple[ModelCheck, ...] = ()
     if gold is not None:
         model = gold.compare(*_run_model(worker, case))
+    if worker.speculation is not None:
+        from kdecode.commands.check_draft import check_draft
+
+        model += check_draft(worker, parameters)
     steps = tuple(_run_steps(worker, parameters, case))
     return BackendCheck(config.decode_backend, None, steps, model)
 
