@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from kdecode.model.draft_synthesis import make_draft
     from kdecode.model.synthesis import make_checkpoint
 
+    if not args.directory:
+        raise InputError("DIR is empty; name the directory to make.")
     bar = ProgressBar()
 
     def progress(done: int, total: int) -> None:

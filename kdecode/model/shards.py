@@ -178,11 +178,17 @@ def _check_data(path: Path, entries: Mapping[str, Entry], data_start: int, file_
         )
 
 
-def write_shard(path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], data: Any) -> int:
-    """Writes one file without holding it: ``data(name)`` makes each tensor when its turn comes.
+Announced = Mapping[str, tuple[str, tuple[int, ...]]]
 
-    specs: dtype name and shape of each tensor, in file order. -> bytes of tensor data.
-    """
+
+def shard_bytes(specs: Announced) -> int:
+    """The size of the file that `write_shard` writes for these tensors."""
+    text, data_bytes = _header_text(specs)
+    return _LENGTH.size + len(text) + data_bytes
+
+
+def _header_text(specs: Announced) -> tuple[bytes, int]:
+    """The header of these tensors, and the bytes of their data."""
     header: dict[str, Any] = {}
     position = 0
     for name, (dtype, shape) in specs.items():
@@ -191,7 +197,15 @@ def write_shard(path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], da
         position = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     # The data starts at a multiple of 64 bytes, so that mapped tensors are aligned.
-    text += b" " * (-(_LENGTH.size + len(text)) % 64)
+    return text + b" " * (-(_LENGTH.size + len(text)) % 64), position
+
+
+def write_shard(path: Path, specs: Announced, data: Any) -> int:
+    """Writes one file without holding it: ``data(name)`` makes each tensor when its turn comes.
+
+    specs: dtype name and shape of each tensor, in file order. -> bytes of tensor data.
+    """
+    text, position = _header_text(specs)
     with path.open("wb") as file:
         file.write(_LENGTH.pack(len(text)))
         file.write(text)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -34,10 +35,11 @@ from torch import Tensor
 from kdecode.config import ModelConfig
 from kdecode.config_checkpoint import CONFIG_FILE
 from kdecode.kernels.common.matrix import E2M1_MAGNITUDES
+from kdecode.model.building import building
 from kdecode.model.mxfp4 import SCALE_BIAS
 from kdecode.model.presets import PRESETS, Preset, released_config
 from kdecode.model.roster import Slots, TensorSpec, default_prefix, layer_slots, model_slots
-from kdecode.model.shards import DTYPES, write_shard
+from kdecode.model.shards import DTYPES, shard_bytes, write_shard
 from kdecode.model.weights import INDEX_FILE
 
 # Of all files of `mini` with seed 0, as a test computes it: a change of what is written changes it,
@@ -88,33 +90,84 @@ def make_checkpoint(
     The directory appears whole or not at all. Raises ValueError for an unknown preset and
     FileExistsError for a directory that has anything in it.
     """
-    if isinstance(preset, str):
-        if preset not in PRESETS:
-            raise ValueError(f"The preset is {preset!r}; it must be one of {', '.join(PRESETS)}.")
-        preset = PRESETS[preset]
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    preset = _preset(preset)
+    # Absolute, because "." can neither be named beside itself nor be replaced.
+    target = Path(os.path.abspath(directory))
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is no empty directory.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f"{target.name}.partial-"
-    # Renamed when it is complete: an interrupt or a full disk leaves no half checkpoint.
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as building:
-        made = Path(building) / "checkpoint"
-        made.mkdir()
+    if target == Path.cwd():
+        raise FileExistsError(f"{target} is the current directory; name a new one in it.")
+    with building(target) as made:
         _write_all(made, preset, seed, progress)
-        made.rename(target)
+
+
+def is_intact(directory: Path, preset: str | Preset, seed: int) -> bool:
+    """Whether a folder has what `make_checkpoint` writes, as far as sizes and small files tell."""
+    preset = _preset(preset)
+    config = ModelConfig.from_checkpoint(released_config(preset))
+    sizes = {
+        file: shard_bytes({spec.name: (spec.dtype, spec.shape) for spec in specs})
+        for file, specs in _shard_files(_all_slots(config)).items()
+    }
+    try:
+        with tempfile.TemporaryDirectory() as around:
+            small = Path(around)
+            _write_small(small, preset, seed)
+            for path in small.iterdir():
+                if (directory / path.name).read_bytes() != path.read_bytes():
+                    return False
+        return all((directory / file).stat().st_size == size for file, size in sizes.items())
+    except OSError:
+        return False
+
+
+def _preset(preset: str | Preset) -> Preset:
+    if isinstance(preset, Preset):
+        return preset
+    if preset not in PRESETS:
+        raise ValueError(f"The preset is {preset!r}; it must be one of {', '.join(PRESETS)}.")
+    return PRESETS[preset]
 
 
 def _write_all(target: Path, preset: Preset, seed: int, progress: Progress | None) -> None:
+    config = ModelConfig.from_checkpoint(released_config(preset))
+    slots = _all_slots(config)
+    slot_of = {spec.name: (slot, spec) for slot, spec in slots}
+    done = 0
+
+    def make(name: str) -> Tensor:
+        nonlocal done
+        slot, spec = slot_of[name]
+        tensor = make_tensor(config, slot, spec, seed)
+        done += 1
+        if progress is not None:
+            progress(done, len(slots))
+        return tensor
+
+    for file, specs in _shard_files(slots).items():
+        header = {spec.name: (spec.dtype, spec.shape) for spec in specs}
+        write_shard(target / file, header, make)
+    _write_small(target, preset, seed)
+
+
+def _write_small(target: Path, preset: Preset, seed: int) -> None:
+    """Every file but the shards."""
     from kdecode.model.tokenizer import write_tokenizer
 
     document = released_config(preset)
     config = ModelConfig.from_checkpoint(document)
-    _write_shards(target, config, _all_slots(config), seed, progress)
+    shards = _shard_files(_all_slots(config))
+    total_bytes = sum(spec.num_bytes for specs in shards.values() for spec in specs)
+    weight_map = {spec.name: file for file, specs in shards.items() for spec in specs}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    _write_json(target / INDEX_FILE, index)
     write_tokenizer(target, config.vocab_size, seed)
     (target / "generation_config.json").write_text(_generation(config), encoding="utf-8")
-    text = json.dumps(document, indent=2, sort_keys=True) + "\n"
-    (target / CONFIG_FILE).write_text(text, encoding="utf-8")
+    _write_json(target / CONFIG_FILE, document)
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _generation(config: ModelConfig) -> str:
@@ -140,35 +193,12 @@ def _all_slots(config: ModelConfig) -> list[tuple[str, TensorSpec]]:
     return ordered + list(outside.items())
 
 
-def _write_shards(
-    target: Path,
-    config: ModelConfig,
-    slots: list[tuple[str, TensorSpec]],
-    seed: int,
-    progress: Progress | None,
-) -> None:
+def _shard_files(slots: list[tuple[str, TensorSpec]]) -> dict[str, list[TensorSpec]]:
     shards = _split(slots)
-    slot_of = {spec.name: (slot, spec) for slot, spec in slots}
-    weight_map: dict[str, str] = {}
-    total_bytes = done = 0
-
-    def make(name: str) -> Tensor:
-        nonlocal done
-        slot, spec = slot_of[name]
-        tensor = make_tensor(config, slot, spec, seed)
-        done += 1
-        if progress is not None:
-            progress(done, len(slots))
-        return tensor
-
-    for number, specs in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):06d}.safetensors"
-        header = {spec.name: (spec.dtype, spec.shape) for spec in specs}
-        total_bytes += write_shard(target / file, header, make)
-        weight_map |= dict.fromkeys(header, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (target / INDEX_FILE).write_text(text, encoding="utf-8")
+    return {
+        f"model-{number:05d}-of-{len(shards):06d}.safetensors": specs
+        for number, specs in enumerate(shards, start=1)
+    }
 
 
 def _split(slots: list[tuple[str, TensorSpec]]) -> list[list[TensorSpec]]:

@@ -102,6 +102,20 @@ def test_bad_requests(mini_checkpoint: Path, tmp_path: Path) -> None:
         make_checkpoint(mini_checkpoint, "mini", 0)
 
 
+@pytest.mark.parametrize("directory", [".", "", "../here"])
+def test_the_current_directory_is_refused_before_anything_is_written(
+    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    calls: list[int] = []
+    with pytest.raises(FileExistsError, match=r"here is the current directory"):
+        make_checkpoint(directory, "mini", 0, lambda done, of: calls.append(done))
+    assert calls == []
+    make_checkpoint("new", "mini", 0)
+    assert (tmp_path / "here" / "new" / "config.json").is_file()
+
+
 @pytest.mark.parametrize("family", ["mini_checkpoint", "mini_linear_checkpoint"])
 def test_decays_span_the_realistic_range(family: str, request: pytest.FixtureRequest) -> None:
     reader = CheckpointReader(request.getfixturevalue(family))
