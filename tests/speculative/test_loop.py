@@ -39,7 +39,8 @@ STATE = {
     "recurrent": Tolerance(rtol=0.5, atol=0.3, rms_ratio=0.05),
     "rows": Tolerance(rtol=0.5, atol=0.5, rms_ratio=0.05),
 }
-NEAR_TIE = 0.0625
+# Two steps of bf16 between 8 and 16, where the largest logits are.
+NEAR_TIE = 0.125
 # Requests that may end at a near-tie: the smallest model has many of them, logits being bf16.
 MAX_NEAR_TIES = {"k3": 3, "linear": 1, "mini": 1}
 PROMPTS = (tokens_of(5, 1), tokens_of(17, 2), tokens_of(1, 3))
