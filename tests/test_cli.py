@@ -605,6 +605,9 @@ def test_compare_with_a_draft_makes_two_tables(
     found = document["speculative"]["engines"][0]["speculation"]
     assert found["acceptance_length"] == pytest.approx(3.0)
     assert found["draft_ns"] > 0
+    least = document["speculative"]["engines"][0]["break_even_length"]
+    assert 0.1 < least < 30
+    assert ("auto (a): drafts do not pay" in out) == (found["acceptance_length"] < least)
     plain, _, speculative = out.partition("speculation dspark with 3 drafts, SYNTHETIC acceptance")
     assert "speculation none" in plain
     assert "SYNTHETIC: 3.00 tokens a round were asked for" in speculative

@@ -101,8 +101,10 @@ def run(args: argparse.Namespace) -> int:
     # Where the document goes to stdout, nothing else does.
     report = sys.stderr if args.json == "-" else sys.stdout
     documents, codes = [], []
+    plain_s: list[float | None] = []
     for pair in configs:
-        found = _measure(args, directory, pair, settings)
+        found = _measure(args, directory, pair, settings, plain_s)
+        plain_s = found.token_s
         print("\n".join(found.tables), file=report)
         documents.append(found.document)
         codes.append(found.exit_code)
@@ -117,7 +119,10 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Measured:
+    """token_s: median time per token of each arm."""
+
     tables: list[str]
+    token_s: list[float | None]
     document: dict[str, Any]
     exit_code: int
 
@@ -143,8 +148,12 @@ def _measure(
     directory: Path,
     configs: list[EngineConfig],
     settings: CompareSettings,
+    plain_s: list[float | None],
 ) -> _Measured:
-    """One comparison of the two backends, in engines of its own."""
+    """One comparison of the two backends, in engines of its own.
+
+    plain_s: time per token of each arm without drafts, where that has been measured.
+    """
     from kdecode.bench.compare import compare
     from kdecode.bench.engine_arm import EngineArm
     from kdecode.bench.machine import read_machine
@@ -161,9 +170,12 @@ def _measure(
     engines = [_engine_facts(arm) for arm in arms]
     tables = [render(comparison, machine), _engine_table(engines)]
     if configs[0].speculative is not None:
+        for engine, token_s in zip(engines, plain_s, strict=True):
+            engine["break_even_length"] = _break_even(engine["speculation"], token_s)
         tables += ["", _rounds_table(engines, configs[0].speculative)]
     document = {**to_json(comparison, machine), "engines": engines}
-    return _Measured(tables, document, comparison.exit_code)
+    token_s = [None if s.tpot_s is None else s.tpot_s.p50 for s in comparison.summaries]
+    return _Measured(tables, token_s, document, comparison.exit_code)
 
 
 def _names(arm_a: str, arm_b: str) -> tuple[str, str]:
@@ -211,7 +223,7 @@ def _engine_table(engines: list[dict[str, Any]]) -> str:
 def _rounds_table(engines: list[dict[str, Any]], config: SpeculativeConfig) -> str:
     """What became of the drafts of each arm, warm-up included, and the time of its steps."""
     head = ("engine", "rounds", "tokens a round", "emitted", "accepted", "by place")
-    rows = [(*head, "draft", "verify", "commit")]
+    rows = [(*head, "draft", "verify", "commit", "pays above")]
     for engine in engines:
         found = engine["speculation"]
         steps = max(found["steps"], 1)
@@ -226,13 +238,28 @@ def _rounds_table(engines: list[dict[str, Any]], config: SpeculativeConfig) -> s
                 _figure(found["acceptance_rate"]),
                 " ".join(places),
                 *times,
+                _figure(engine["break_even_length"]),
             )
         )
     text = table(rows)
+    for engine in engines:
+        least, found = engine["break_even_length"], engine["speculation"]["acceptance_length"]
+        if least is not None and found is not None and found < least:
+            text += (
+                f"\n{engine['name']}: drafts do not pay: {found:.2f} tokens a round, and a round "
+                f"takes as long as {least:.2f} tokens without drafts"
+            )
     if config.is_synthetic:
         asked = 1 + sum(config.acceptance_rates())
         text += f"\nSYNTHETIC: {asked:.2f} tokens a round were asked for; texts are no answers"
     return text
+
+
+def _break_even(found: dict[str, Any], token_s: float | None) -> float | None:
+    """Tokens a round from which on drafts pay: its time, in tokens without drafts."""
+    if token_s is None or not found["steps"]:
+        return None
+    return float(sum(found[name] for name in _TIMES) / found["steps"] / 1e9 / token_s)
 
 
 def _figure(value: float | None) -> str:
