@@ -34,8 +34,7 @@ def map_body(context: Any, body: Any) -> Any:
     return thin
 
 
-def _message(message: Any) -> Any:
-    """Text of a user's for what has no encoding."""
-    if isinstance(message, dict) and isinstance(message.get("content"), str):
-        return {"role": "user", "content": message["content"]}
-    return message
+def _message(message: Any) -> dict[str, Any]:
+    """A user's: what other roles need seldom comes about by chance."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return {"role": "user", "content": content[:100] if isinstance(content, str) else "x"}

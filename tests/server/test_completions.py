@@ -158,11 +158,26 @@ def test_logprobs_of_a_completion(served: Served) -> None:
 
 
 def test_callers_at_once_get_what_each_gets_alone(served: Served) -> None:
+    """Up to a near-tie: a step of several rows rounds in another order than one of one row."""
     prompts = ["a", "the cat", "def f(x):", "1 2 3", "hello world", "x", "y z"]
-    alone = [_complete(served, prompt).choices[0].text for prompt in prompts]
+
+    def tokens(prompt: str) -> tuple[list[str], list[dict[str, float]]]:
+        told = _complete(served, prompt, logprobs=2).choices[0].logprobs
+        return told.tokens, told.top_logprobs
+
+    alone = [tokens(prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda prompt: _complete(served, prompt), prompts))
-    assert [reply.choices[0].text for reply in together] == alone
+        together = list(pool.map(tokens, prompts))
+    same = 0
+    for (expected, tops), (found, _) in zip(alone, together, strict=True):
+        differs = [
+            i for i, pair in enumerate(zip(expected, found, strict=True)) if len({*pair}) > 1
+        ]
+        same += not differs
+        if differs:
+            first, second = sorted(tops[differs[0]].values())[::-1]
+            assert first - second < 0.1
+    assert same >= len(prompts) - 2
 
 
 def test_a_prompt_that_is_too_long_says_so(served: Served) -> None:

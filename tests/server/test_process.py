@@ -191,16 +191,17 @@ def test_sigterm_lets_running_requests_end(mini_checkpoint: Path) -> None:
         process.communicate()
 
 
+# A step takes 50 ms, whatever the machine.
+SLOW_STEPS = (
+    "import time\nfrom kdecode.engine.loop import StepLoop\nstep = StepLoop.step\n"
+    "StepLoop.step = lambda self: (time.sleep(0.05), step(self))[1]"
+)
 LONG_STREAM = {**LONG, "n": 1, "max_tokens": 4000, "stream": True}
 
 
 def test_requests_that_outlast_the_drain_time_are_told(mini_checkpoint: Path) -> None:
     """Slow steps, so that no reply is complete by then."""
-    before = (
-        "import time\nfrom kdecode.engine.loop import StepLoop\nstep = StepLoop.step\n"
-        "StepLoop.step = lambda self: (time.sleep(0.05), step(self))[1]"
-    )
-    with running(mini_checkpoint, "--drain-seconds", "1", before=before) as (process, url):
+    with running(mini_checkpoint, "--drain-seconds", "1", before=SLOW_STEPS) as (process, url):
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG_STREAM) as response:
             lines = response.iter_lines()
             next(lines)
@@ -321,3 +322,27 @@ def test_parsers_are_the_models_own(
     path.write_text(text.replace("[start_header_id]", "<|im_end|>"))
     assert cli.main(["serve", str(tmp_path), "--tool-call-parser", "kimi_k3"]) == 2
     assert "does nothing for this model" in capfd.readouterr().err
+
+
+def test_a_header_that_does_not_come_ends_the_connection(mini_checkpoint: Path) -> None:
+    """On a new connection and on one that has served a request; replies take as long as they do."""
+    limit = "from kdecode.commands import draining_server\ndraining_server.HEADER_SECONDS = 1"
+    before = f"{limit}\n{SLOW_STEPS}"
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with running(mini_checkpoint, before=before) as (_, url):
+        address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        for first in (b"", b"GET /health HT", request):
+            with socket.create_connection(address) as client:
+                client.settimeout(10)
+                client.sendall(first)
+                if first == request:
+                    assert b"200 OK" in client.recv(1000)
+                    client.sendall(b"GET /hea")
+                begin = time.monotonic()
+                assert client.recv(1000) == b""
+                assert 0.5 < time.monotonic() - begin < 8
+        begin = time.monotonic()
+        slow = {"prompt": "a", "max_tokens": 40, "ignore_eos": True}
+        response = httpx.post(f"{url}/v1/completions", json=slow, timeout=60)
+        assert response.json()["usage"]["completion_tokens"] == 40
+        assert time.monotonic() - begin > 1

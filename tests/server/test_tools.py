@@ -120,7 +120,7 @@ def test_guidellm(mini_checkpoint: Path, tmp_path: Path) -> None:
 
 def test_schemathesis(mini_checkpoint: Path, tmp_path: Path) -> None:
     """Bodies from the server's own description: never a 5xx, and many of them run."""
-    flags = ("--max-model-len", "128", *BACKEND)
+    flags = ("--max-model-len", "512", *BACKEND)
     with running(mini_checkpoint, *flags) as (process, url):
         report = _run(
             "st",
