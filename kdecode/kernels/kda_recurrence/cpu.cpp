@@ -84,6 +84,8 @@ class Head {
     for (std::int64_t t = 0; t < subs_ * kSub; ++t) {
       const std::int64_t at = t * dim_;
       const float* const last = inner_ + (t / kSub * kSub + kSub - 1) * dim_;
+      // None of these overlap, which is more than the compiler would check for.
+#pragma GCC ivdep
       for (std::int64_t c = 0; c < dim_; ++c) {
         const float grown = exp(inner_[at + c]);
         grown_q_[at + c] = q_[at + c] * grown;
