@@ -11,7 +11,7 @@ namespace {
 
 static_assert(kMaxPromptWidth <= kMaxQueryWidth, "a query has to fit its block");
 
-constexpr int kBlocks = 4;                           // blocks of queries that share one pass over the keys
+constexpr int kBlocks = 8;                           // blocks of queries that share one pass over the keys
 constexpr std::int64_t kUnitQueries = kBlocks * kLaneBlock;
 constexpr int kAheadRows = 8;                        // how far ahead of the copies rows are asked for
 
