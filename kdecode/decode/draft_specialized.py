@@ -26,6 +26,7 @@ from kdecode.decode import latency_specialized
 from kdecode.decode.draft_standard import Choose, ContextRows, DraftBlock, DraftRequest
 from kdecode.decode.latency_specialized import Deployment
 from kdecode.decode.plan import DecodePlan
+from kdecode.decode.step_check import StepError
 from kdecode.kernels import table
 from kdecode.kernels.common.native import MAX_ROWS, NativeStep, Program
 from kdecode.kernels.contract import Buffers
@@ -194,7 +195,10 @@ class SpecializedDraft:
         return range(self._caches.num_pages, next(iter(self._caches.pages.values())).shape[0])
 
     def _load_rows(self, buffers: Buffers, rows: Sequence[_Row]) -> None:
-        tokens = self._deployment.page_tokens
+        tokens, limit = self._deployment.page_tokens, self._deployment.max_context_tokens
+        num_pages = next(iter(self._caches.pages.values())).shape[0]
+        for row in rows:
+            row.check(tokens, limit, num_pages)
         positions = np.array([row.position for row in rows])
         buffers["row_position"].numpy()[:] = positions
         angles = positions[:, None] * self._frequencies
@@ -216,7 +220,8 @@ class SpecializedDraft:
             _check_tokens(own, self.config.vocab_size)
             program.buffers["row_previous"].numpy()[:] = own
             program.run()
-            parts.append(program.buffers["markov_bias"])
+            # A copy: the next requests get theirs in the same buffer.
+            parts.append(program.buffers["markov_bias"].clone())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _expected(self, hidden: Tensor, previous: Sequence[int]) -> Tensor:
@@ -259,6 +264,19 @@ class _Row:
 
     position: int
     pages: Sequence[int]
+
+    def check(self, page_tokens: int, max_context_tokens: int, num_pages: int) -> None:
+        """Raises StepError for a place that does not exist: native code follows it unseen."""
+        if not 0 <= self.position < min(max_context_tokens, len(self.pages) * page_tokens):
+            raise StepError(
+                f"Position {self.position} of a draft's cache is not one of {len(self.pages)} "
+                f"pages of {page_tokens} tokens, and of at most {max_context_tokens} tokens."
+            )
+        used = self.pages[: self.position // page_tokens + 1]
+        if min(used) < 0 or max(used) >= num_pages:
+            raise StepError(
+                f"The pages {list(used)} of a draft's cache are not all of its {num_pages}."
+            )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kdecode.decode.draft_specialized import SpecializedDraft
 from kdecode.decode.draft_standard import ContextRows, DraftRequest
 from kdecode.decode.latency_specialized import BackendRefusedError, Deployment
 from kdecode.decode.runner import deployment_of, resolve
+from kdecode.decode.step_check import StepError
 from kdecode.kernels.common.native import supported_isas
 from kdecode.kernels.contract import Tolerance
 from kdecode.model import draft_reference
@@ -186,6 +187,51 @@ def test_a_block_again_and_behind_all_pages(make: Callable[..., Case]) -> None:
     assert case.caches.page_pool.num_free == free
     with pytest.raises(ValueError, match="5 drafts are asked for; the plan has 4 rows"):
         case.draft.block([full], 5, lambda place, x: [3])
+
+
+def test_many_requests_together_are_each_alone(make: Callable[..., Case]) -> None:
+    """More than two products' worth; a block is over before the next one of the same pages."""
+    case = make("inferact")
+    pages, _ = _contexts(case)
+    requests = [DraftRequest(3 * number, CONTEXTS[0], pages[0]) for number in range(17)]
+    together: list[Tensor] = []
+    block = case.draft.block(
+        requests, NUM_DRAFTS, lambda place, x: together.append(x.clone()) or x.argmax(-1).tolist()
+    )
+    assert len(set(block.tokens)) > 3
+    for number in (0, 7, 8, 15, 16):
+        alone: list[Tensor] = []
+        own = case.draft.block(
+            [requests[number]],
+            NUM_DRAFTS,
+            lambda place, x, alone=alone: alone.append(x.clone()) or x.argmax(-1).tolist(),
+        )
+        assert own.tokens == [block.tokens[number]]
+        for place, logits in enumerate(alone):
+            bit_equal(together[place][number], logits[0], f"request {number}, draft {place}")
+
+
+@pytest.mark.parametrize(
+    ("start", "pages", "message"),
+    [
+        (8, (0, 1), "Position 8 of a draft's cache is not one of 2 pages of 4 tokens"),
+        (-1, (0, 1), "Position -1 of a draft's cache"),
+        (LIMIT + NUM_DRAFTS, (0,) * 60, f"at most {LIMIT + NUM_DRAFTS} tokens"),
+        (3, (-1,), r"The pages \[-1\] of a draft's cache are not all of its 50"),
+        (3, (50,), r"The pages \[50\]"),
+    ],
+)
+def test_a_place_that_does_not_exist_is_refused(
+    make: Callable[..., Case], start: int, pages: tuple[int, ...], message: str
+) -> None:
+    case = make("inferact")
+    before = {layer: pool.clone() for layer, pool in case.caches.draft.items()}
+    with pytest.raises(StepError, match=message):
+        case.draft.append([ContextRows(start, pages, _taps(case.config, 1, 0))])
+    for layer, pool in case.caches.draft.items():
+        bit_equal(pool, before[layer], f"layer {layer}")
+    with pytest.raises(ValueError, match="Token -1 is not of the vocabulary"):
+        case.draft.block([DraftRequest(-1, 4, (0,))], NUM_DRAFTS, lambda place, x: [3])
 
 
 @pytest.mark.parametrize("kind", ["radixark", "redhat"])
