@@ -1,16 +1,16 @@
 """kdecode: runs and decodes the Kimi K3 model family.
 
-The public API is what is named here. Importing the package loads neither torch nor native code;
-`LLM` does when it is first used.
+The public API is what is named here. Importing the package loads nothing else; a name is loaded
+when it is first used, and torch and native code with `LLM`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from kdecode.config import ConfigError, EngineConfig
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
+    from kdecode.config import ConfigError, EngineConfig
     from kdecode.engine.engine import LLM, ChatReply, Token
     from kdecode.engine.request import Output, RequestError, SamplingParams
 
@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ConfigError": "kdecode.config",
+    "EngineConfig": "kdecode.config",
     "LLM": "kdecode.engine.engine",
     "ChatReply": "kdecode.engine.engine",
     "Token": "kdecode.engine.engine",

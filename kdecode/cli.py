@@ -1,29 +1,32 @@
 """The `kdecode` command: parsing, dispatch, and how errors end.
 
-Owns the exit codes that are no command's own: 2 for usage and input that cannot be served, 130 for
-an interrupt. Each command is a module of `kdecode/commands`; none of them imports torch before its
-arguments are known to be good.
+Owns the exit codes that are no command's own: 2 for usage and input that cannot be served, 6 for
+output that cannot be written, 129, 130 and 143 for SIGHUP, an interrupt and SIGTERM. Each command
+is a module of `kdecode/commands`; none of them imports torch before its arguments are known to be
+good, and this module imports none of them before an interrupt of that is taken care of.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
 import sys
-from collections.abc import Sequence
 
-from kdecode.commands import bench, check, compare, generate, make_checkpoint, plan, serve
-from kdecode.commands import config_file as config_files
-from kdecode.commands.common import InputError
+from kdecode.commands.process import EndingSignals, Streams, Terminated, end_quietly
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
 EXIT_INPUT = 2
+EXIT_OUTPUT = 6
 EXIT_INTERRUPTED = 130
-
-_COMMANDS = (generate, serve, plan, check, compare, bench, make_checkpoint)
 
 
 def build_parser() -> argparse.ArgumentParser:
+    import argparse
+
+    from kdecode.commands import bench, check, compare, generate, make_checkpoint, plan, serve
+
     parser = argparse.ArgumentParser(
         prog="kdecode",
         description="Runs models of the Kimi K3 family and compares their two decode backends.",
@@ -32,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--verbose", action="store_true", help="log what the engine does, on stderr"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
+    for command in (generate, serve, plan, check, compare, bench, make_checkpoint):
         name = command.__name__.rsplit(".", 1)[1].replace("_", "-")
         sub = commands.add_parser(
             name,
@@ -47,9 +50,38 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    with Streams() as streams, EndingSignals():
+        try:
+            code = _run(sys.argv[1:] if argv is None else argv)
+        except KeyboardInterrupt:
+            print("\nkdecode: interrupted", file=sys.stderr)
+            code = EXIT_INTERRUPTED
+        except Terminated as ended:
+            code = ended.exit_code
+        except OSError:
+            if streams.output_error() is None:
+                raise
+            code = EXIT_OUTPUT
+        problem = streams.output_error()
+        if problem is not None and code in (0, EXIT_OUTPUT):
+            code = EXIT_OUTPUT
+            # A reader that has gone, as `head` does, is not told that it has.
+            if not isinstance(problem, BrokenPipeError):
+                print(f"kdecode: error: the output cannot be written: {problem}", file=sys.stderr)
+    if argv is None:
+        end_quietly(code)
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
+    """The command's exit code, or the one of input that cannot be served."""
+    import logging
+
+    from kdecode.commands import config_file
+    from kdecode.commands.common import InputError
+
     try:
-        given = sys.argv[1:] if argv is None else argv
-        args = build_parser().parse_args(config_files.expand("serve", given))
+        args = build_parser().parse_args(config_file.expand("serve", argv))
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_INPUT
     except InputError as error:
@@ -63,13 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print("\nkdecode: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone; nothing can be told to it, nor at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:
         # A file that cannot be used names itself; other errors of the system are faults.
         is_file = isinstance(error, OSError) and error.filename is not None
@@ -81,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _input_errors() -> tuple[type[Exception], ...]:
     """Errors that the caller's input explains; any other one is a fault and keeps its traceback."""
+    from kdecode.commands.common import InputError
     from kdecode.config import ConfigError
     from kdecode.decode.latency_specialized import BackendRefusedError
     from kdecode.engine.request import RequestError
