@@ -173,6 +173,11 @@ class EngineConfig:
     (stored = x / scale) for checkpoints without one. max_step_tokens: tokens of one step, i.e. the
     largest chunk of a prompt. cache_budget_bytes: memory of pages and slots, None for what
     max_requests requests of max_context_tokens need. speculative: the draft model, if there is one.
+
+    enable_prefix_caching: prefixes of prompts that are in the caches are not computed again.
+    state_interval_tokens: where they can end, on its multiples; prompts are cut there with and
+    without the cache, None for what a step takes. state_cache_bytes: host memory for the KDA states
+    behind prefixes, None for those of four times max_requests.
     """
 
     decode_backend: DecodeBackend = "auto"
@@ -190,6 +195,9 @@ class EngineConfig:
     cache_budget_bytes: int | None = None
     seed: int = 0
     speculative: SpeculativeConfig | None = None
+    enable_prefix_caching: bool = False
+    state_interval_tokens: int | None = None
+    state_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("decode_backend", self.decode_backend, get_args(DecodeBackend))
@@ -208,7 +216,12 @@ class EngineConfig:
         check_int("page_tokens", self.page_tokens, at_least=1, at_most=MAX_PAGE_TOKENS)
         for name in ("max_context_tokens", "max_requests", "max_step_tokens"):
             check_int(name, getattr(self, name), at_least=1)
-        for name in ("num_threads", "cache_budget_bytes"):
+        for name in (
+            "num_threads",
+            "cache_budget_bytes",
+            "state_interval_tokens",
+            "state_cache_bytes",
+        ):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
         check_int("seed", self.seed, at_least=0)

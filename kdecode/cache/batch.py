@@ -19,6 +19,8 @@ class StepRequest:
     all_logits: of every new token, not only the last one; only with needs_logits.
     is_verify: all tokens but the first are drafts, and how many of them stay is not known yet. The
     KDA slot stays as it is until `Caches.commit` says it; cache rows are written.
+    is_resumed: the first step of a slot whose tokens before ``start`` another request computed; all
+    caches have them.
     """
 
     token_ids: tuple[int, ...]
@@ -29,6 +31,7 @@ class StepRequest:
     needs_logits: bool = True
     all_logits: bool = False
     is_verify: bool = False
+    is_resumed: bool = False
 
     @property
     def num_logits(self) -> int:

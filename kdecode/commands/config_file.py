@@ -14,6 +14,8 @@ from typing import Any
 from kdecode.commands.common import InputError
 
 FLAG = "--config"
+# Flags that are on unless `--no-...` turns them off; any other one is off where it is absent.
+ON_BY_DEFAULT = frozenset({"--enable-prefix-caching"})
 
 
 def expand(command: str, argv: Sequence[str]) -> list[str]:
@@ -59,6 +61,8 @@ def arguments(settings: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
+        if value is False and flag in ON_BY_DEFAULT:
+            found.append(f"--no-{flag[2:]}")
         if name == "model" or value is None or value is False:
             continue
         if value is True:

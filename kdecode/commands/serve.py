@@ -123,6 +123,23 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--block-size", type=positive, default=defaults.page_tokens, help="tokens of a cache page"
     )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prefixes of prompts that are in the caches are not computed again (default: on)",
+    )
+    group.add_argument(
+        "--mamba-block-size",
+        type=positive,
+        metavar="TOKENS",
+        help="prefixes end on its multiples, and prompts are cut there; default: what a step takes",
+    )
+    group.add_argument(
+        "--state-cache-bytes",
+        type=positive,
+        help="host memory for KDA states of prefixes; default: four for each of --max-num-seqs",
+    )
     group.add_argument("--seed", type=int, default=defaults.seed, help="of unseeded requests")
     add_machine_arguments(group)
     add_speculative_argument(group)
@@ -235,6 +252,9 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         max_step_tokens=args.max_num_batched_tokens,
         seed=args.seed,
         speculative=args.speculative_config,
+        enable_prefix_caching=args.enable_prefix_caching,
+        state_interval_tokens=args.mamba_block_size,
+        state_cache_bytes=args.state_cache_bytes,
     )
 
 

@@ -41,10 +41,13 @@ class StepLimits:
 
 
 def check_step(batch: StepBatch, limits: StepLimits) -> None:
-    """Raises StepError unless every token, position, slot and page exists, and places once."""
+    """Raises StepError unless every token, position, slot and page exists, and places once.
+
+    Only pages that are full before the step may be named by several requests: they share a prefix.
+    """
     if not batch.requests:
         raise StepError("A step needs at least one request.")
-    slots, pages = set[int](), set[int]()
+    slots, full, written = set[int](), set[int](), set[int]()
     for number, request in enumerate(batch.requests):
         end = _check_tokens(number, request, limits)
         if limits.num_slots is not None:
@@ -60,11 +63,15 @@ def check_step(batch: StepBatch, limits: StepLimits) -> None:
                 f"Request {number} has {len(request.pages)} pages of {limits.page_tokens} tokens; "
                 f"{end} tokens need {needed}."
             )
-        used, seen = request.pages[:needed], len(pages)
-        pages.update(used)
-        if not (min(used) >= 0 and max(used) < limits.num_pages and len(pages) == seen + needed):
-            earlier = _pages_of(batch.requests[:number], limits.page_tokens)
+        used = request.pages[:needed]
+        num_full = request.start // limits.page_tokens
+        own, own_written = set(used), set(used[num_full:])
+        is_valid = min(used) >= 0 and max(used) < limits.num_pages and len(own) == needed
+        if not (is_valid and own.isdisjoint(written) and own_written.isdisjoint(full)):
+            earlier = written | (own_written & full)
             raise _bad_place("MLA page", used, limits.num_pages, earlier, number)
+        full.update(used[:num_full])
+        written |= own_written
 
 
 def _check_tokens(number: int, request: StepRequest, limits: StepLimits) -> int:
@@ -87,14 +94,6 @@ def _check_tokens(number: int, request: StepRequest, limits: StepLimits) -> int:
             f"{limits.max_context_tokens}."
         )
     return end
-
-
-def _pages_of(requests: tuple[StepRequest, ...], page_tokens: int) -> set[int]:
-    return {
-        page
-        for request in requests
-        for page in request.pages[: pages_for(request.start + len(request.token_ids), page_tokens)]
-    }
 
 
 def _bad_place(

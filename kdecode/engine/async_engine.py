@@ -33,10 +33,15 @@ class EngineStoppedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """One request of a group: a prompt's ids and how to continue it."""
+    """One request of a group: a prompt's ids and how to continue it.
+
+    priority, cache_salt: see `LLM.add_request`.
+    """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,13 @@ class AsyncEngine:
         error: Exception | None = None
         try:
             for index, job in enumerate(jobs):
-                number = self.llm.add_request(job.prompt_ids, job.params, start_ns=start_ns)
+                number = self.llm.add_request(
+                    job.prompt_ids,
+                    job.params,
+                    start_ns=start_ns,
+                    priority=job.priority,
+                    cache_salt=job.cache_salt,
+                )
                 self._followers[number] = (group, index)
                 self._numbers[group, index] = number
         except Exception as raised:

@@ -9,12 +9,12 @@ A request's life, in eight steps:
 1. `_submit` turns ids and parameters into a `Request` and gives it a number; the scheduler checks
    that it can ever fit.
 2. The scheduler admits it when a slot and pages for all of its tokens are free (`waiting` ->
-   `prefill`).
-3. Chunks of its prompt run through the standard forward.
+   `prefill`). A prefix that is in the caches is taken over then.
+3. Chunks of the rest of its prompt run through the standard forward.
 4. The last chunk gives logits, and sampling its first token (`prefill` -> `decode`).
 5. Every further token is one row of a decode step: the prepared plan, or the standard forward with
    the reason counted.
-6. Out of pages, the youngest request goes back to 2 with every token it has.
+6. Out of pages, the request of the last rank goes back to 2 with every token it has.
 7. An end token, a stop string, max_tokens, an abort or an error ends it; slot and pages are free.
 8. Its `Output` is collected and the engine forgets it.
 """
@@ -39,6 +39,11 @@ from kdecode.decode.inspect_draft import DraftCost, inspect_draft
 from kdecode.decode.plan import DecodePlan
 from kdecode.engine.controls import controls_of
 from kdecode.engine.loop import Event, StepLoop
+from kdecode.engine.prefix_caching import (
+    describe_prefix_cache,
+    interval_of,
+    make_prefix_cache,
+)
 from kdecode.engine.request import (
     FinishReason,
     Output,
@@ -120,8 +125,13 @@ class LLM:
             max_step_tokens=self.engine_config.max_step_tokens,
             max_context_tokens=self.engine_config.max_context_tokens,
             num_drafts=0 if speculative is None else speculative.num_speculative_tokens,
+            state_interval_tokens=interval_of(self.engine_config),
         )
-        self._loop = StepLoop(Scheduler(self._worker.caches, limits), self._worker)
+        caches = self._worker.caches
+        self._prefix = make_prefix_cache(
+            self._worker.config, self._worker.engine, caches, self._worker.cache_identity()
+        )
+        self._loop = StepLoop(Scheduler(caches, limits, self._prefix), self._worker)
         self._events: dict[int, deque[Event]] = {}
         self._num_requests = 0
 
@@ -239,14 +249,25 @@ class LLM:
             "waiting": self._loop.scheduler.num_waiting,
             "running": self._loop.scheduler.num_running,
             "preemptions": self._loop.scheduler.num_preemptions,
-            "pages_used": caches.page_pool.num_used,
+            # Without those of prefixes that nobody uses now: they are free for whoever comes.
+            "pages_used": caches.page_pool.num_used - self._num_idle_pages,
             "slots_used": caches.slot_pool.num_used,
             "packed_bytes": packed_bytes(self._worker.packed),
             "draft_bytes": packed_bytes(self._worker.packed_draft),
             "cache_bytes": caches.num_bytes,
             "build": dataclasses.asdict(self._worker.build_times),
             "speculation": self._speculation_stats(),
+            "prefix_cache": describe_prefix_cache(self._prefix, self.engine_config),
         }
+
+    @property
+    def _num_idle_pages(self) -> int:
+        return 0 if self._prefix is None else self._prefix.pages.num_idle
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prefix; requests that run keep what they took over."""
+        if self._prefix is not None:
+            self._prefix.clear()
 
     def _speculation_stats(self) -> dict[str, Any] | None:
         """Rounds of all requests so far, and the time of their steps; None without a draft."""
@@ -288,6 +309,9 @@ class LLM:
             },
             "max_context_tokens": engine.max_context_tokens,
             "max_step_tokens": engine.max_step_tokens,
+            "state_interval_tokens": interval_of(engine),
+            "prefix_caching": engine.enable_prefix_caching,
+            "state_places": 0 if self._prefix is None else self._prefix.states.num_places,
             "seed": engine.seed,
             "speculative": self._worker.resolved_speculation(),
             # Of greedy text and of distributions; synthetic acceptance makes up both.
@@ -312,6 +336,7 @@ class LLM:
         """
         if self._loop.scheduler.num_waiting or self._loop.scheduler.num_running:
             raise RequestError("Requests are open; a decode step is inspected on an idle engine.")
+        self.reset_prefix_cache()
         caches, limit = self._worker.caches, self.engine_config.max_context_tokens
         if rows > caches.num_slots or context_tokens + drafts > limit:
             raise RequestError(
@@ -345,10 +370,14 @@ class LLM:
         *,
         forced_ids: tuple[int, ...] | None = None,
         start_ns: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> int:
         """Takes a request in for a driver of `loop`, and returns its number in the loop's events.
 
-        start_ns: when its caller handed it over, if that was earlier. Raises RequestError.
+        start_ns: when its caller handed it over, if that was earlier. priority: the lower one is
+        served first. cache_salt: its prefixes are shared with requests of the same one only. Raises
+        RequestError.
         """
         start_ns = time.perf_counter_ns() if start_ns is None else start_ns
         if isinstance(prompt, str):
@@ -372,6 +401,8 @@ class LLM:
             seed=seed,
             timing=Timing(start_ns),
             forced_ids=forced_ids,
+            priority=priority,
+            cache_salt=cache_salt,
             controls=controls_of(params, prompt, end_ids, self.tokenizer, self.languages),
         )
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special=True)

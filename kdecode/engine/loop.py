@@ -63,6 +63,8 @@ class Event:
     first_step_ns: int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     is_end_token: bool = False
+    # Of the prompt, taken over from the caches.
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class StepLoop:
             logprobs=tuple(request.logprobs),
             prompt_logprobs=tuple(request.prompt_logprobs),
             rounds=request.rounds,
+            cached_tokens=request.num_reused,
         )
 
     def drop(self, number: int) -> None:
@@ -240,6 +243,7 @@ class StepLoop:
             first_step_ns=request.timing.first_step_ns,
             prompt_logprobs=tuple(request.prompt_logprobs) if tells_prompt else None,
             is_end_token=is_end,
+            cached_tokens=request.num_reused,
         )
 
 

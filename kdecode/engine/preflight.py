@@ -14,6 +14,7 @@ from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.runner import check_processor, deployment_of, resolve
+from kdecode.engine.prefix_caching import check_prefix_caching
 from kdecode.engine.speculation import draft_config
 from kdecode.model.weights import CheckpointReader
 
@@ -31,6 +32,7 @@ def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
         lambda: check_device(engine.device),
         lambda: check_cache_scales(reader, engine),
         lambda: check_draft(reader.config, engine),
+        lambda: check_prefix_caching(reader.config, engine),
     )
 
 
@@ -41,6 +43,7 @@ def check_description(config: ModelConfig, engine: EngineConfig) -> None:
         engine,
         lambda: check_context(config, engine),
         lambda: check_draft(config, engine),
+        lambda: check_prefix_caching(config, engine),
     )
 
 

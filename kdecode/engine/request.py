@@ -200,6 +200,8 @@ class Request:
     own included unless ignored. seed: of its random draws. forced_ids: a reply that is followed
     instead of the model's choice, to read the logits along it. controls: what changes its logits,
     for parameters that have any. prompt_logprobs[i]: of token i + 1 of the prompt, where asked for.
+    priority: the lower one is served first. cache_salt: prefixes are shared between requests of the
+    same one only.
     """
 
     number: int
@@ -210,6 +212,8 @@ class Request:
     timing: Timing
     forced_ids: tuple[int, ...] | None = None
     controls: Controls | None = None
+    priority: int = 0
+    cache_salt: str = ""
     state: RequestState = "waiting"
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -223,6 +227,13 @@ class Request:
     # The error is that nothing can follow what was asked for.
     is_refusal: bool = False
     num_preemptions: int = 0
+    # Names of its full pages, as far as they were needed (`cache/prefix.py`); tokens that its last
+    # admission found in the caches; tokens of the prompt that its first one did.
+    page_names: list[bytes] = field(default_factory=list)
+    num_resumed: int = 0
+    num_reused: int = 0
+    # Admissions of younger requests while it was not past its prompt.
+    num_overtaken: int = 0
     # Decode steps that served this request, by (path, reason why not the specialised one).
     decode_steps: Counter[tuple[str, str]] = field(default_factory=Counter)
     rounds: RoundStats = field(default_factory=RoundStats)
@@ -284,6 +295,7 @@ class Output:
     decode_steps: decode steps by (path, reason). logprobs: one a token when they were asked for.
     prompt_logprobs: one for each token of the prompt but the first, when they were asked for.
     rounds: of speculative decoding; where they are synthetic, the reply is no answer of the model.
+    cached_tokens: of the prompt, taken over from the caches instead of computed.
     """
 
     prompt_ids: tuple[int, ...]
@@ -298,3 +310,4 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     rounds: RoundStats = field(default_factory=RoundStats)
+    cached_tokens: int = 0

@@ -2,26 +2,45 @@
 
 Owns admission, chunks, preemption and the accounting of slots and pages: every request that runs
 has its slot and the pages of the tokens it is about to compute, by construction. Does not know
-models, logits or text. First come, first served; decode before prefill.
+models, logits or text. Decode before prefill.
 
-When a decode step finds no free page, the youngest running request gives all of its back and waits
-to be computed again. The oldest request is therefore never held up, and each request alone fits
-(`add` refuses the others), so the engine always advances.
+Requests are served by rank: the lower priority number first, the older one of equal ones. Nobody
+that is not past its prompt is overtaken for ever: after `MAX_OVERTAKEN` admissions of younger
+requests it ranks before all that have not waited so long. The first in rank is admitted or all
+wait, so that no stream of short prompts keeps a long one out.
+
+When a decode step finds no free page, the running request that is last in rank gives all of its
+back and waits to be computed again. The first in rank is therefore never held up, and each request
+alone fits (`add` refuses the others), so the engine always advances.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.budget import pages_for
 from kdecode.cache.caches import Caches
+from kdecode.cache.prefix import Hit, PrefixCache
 from kdecode.config import ConfigError
 from kdecode.engine.request import FinishReason, Request, RequestError
 from kdecode.engine.sampling import BadLogits, Choice
-from kdecode.prefill.chunks import share_budget
+from kdecode.prefill.chunks import room_to_boundary, share_budget
+
+# Admissions of younger requests that one may have to see before its own.
+MAX_OVERTAKEN = 64
+
+
+class PagePool(Protocol):
+    """Where pages come from: the caches' pool, or what shares them between requests."""
+
+    @property
+    def num_free(self) -> int: ...
+    def allocate(self, count: int = 1) -> tuple[int, ...]: ...
+    def free(self, places: Sequence[int], /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -30,13 +49,15 @@ class SchedulerLimits:
 
     can_mix: prefill chunks may share a step with decode rows. Off, the two kinds alternate, so that
     decode steps are pure and a long prompt delays each of them by one chunk at most. num_drafts: of
-    each request in a decode step; only pure ones have any.
+    each request in a decode step; only pure ones have any. state_interval_tokens: prompts are cut
+    on its multiples, with a prefix cache or without one.
     """
 
     max_step_tokens: int
     max_context_tokens: int
     can_mix: bool = False
     num_drafts: int = 0
+    state_interval_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +101,14 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Requests between arrival and end. `schedule` and then `commit` (or `fail`) make one step."""
+    """Requests between arrival and end. `schedule` and then `commit` (or `fail`) make one step.
 
-    def __init__(self, caches: Caches, limits: SchedulerLimits) -> None:
+    prefix: what finds prefixes of prompts in the caches; None to compute every prompt whole.
+    """
+
+    def __init__(
+        self, caches: Caches, limits: SchedulerLimits, prefix: PrefixCache | None = None
+    ) -> None:
         needed = caches.num_slots * (1 + limits.num_drafts)
         if limits.max_step_tokens < needed:
             raise ConfigError(
@@ -93,8 +119,11 @@ class Scheduler:
             raise ConfigError("can_mix is set; only pure decode steps have drafts.")
         self._caches = caches
         self._limits = limits
-        # Both oldest first.
-        self._waiting: deque[Request] = deque()
+        self._prefix = prefix
+        self._pages: PagePool = caches.page_pool if prefix is None else prefix.pages
+        # By rank.
+        self._waiting: list[Request] = []
+        # In order of admission, which is the order of a step's rows.
         self._running: list[Request] = []
         self._was_decode = False
         self.num_preemptions = 0
@@ -127,7 +156,7 @@ class Scheduler:
                 f"A prompt of {prompt:,} tokens with max_tokens {reply:,} needs {needed:,} pages "
                 f"of {self._caches.page_tokens} tokens; the cache has {self._caches.num_pages:,}."
             )
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_rank)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when there is nothing to do."""
@@ -164,7 +193,12 @@ class Scheduler:
             elif choice is not None and choice.verdict is not None:
                 request.num_cached += choice.verdict.committed_rows
             else:
+                begin = request.num_cached
                 request.num_cached += share.num_tokens
+                if self._prefix is not None and request.state == "prefill":
+                    assert request.slot is not None
+                    span = (begin, request.num_cached)
+                    self._prefix.publish(request.page_names, request.pages, span, request.slot)
 
     def fail(self, step: ScheduledStep, error: str) -> None:
         """Ends every request of a step that broke: their caches are in an unknown state."""
@@ -196,7 +230,7 @@ class Scheduler:
             self.finish(request, "length")
 
     def _admit(self) -> None:
-        """Moves waiting requests in, oldest first, while a slot and pages for all they know exist.
+        """Moves waiting requests in by rank, while a slot and pages for all they know exist.
 
         A page for each running request that still grows stays free: a newcomer that takes the last
         one would be the first to be preempted.
@@ -207,14 +241,55 @@ class Scheduler:
                 len(other.pages) < self._pages_for(other.max_total_tokens)
                 for other in self._running
             )
-            needed = self._pages_for(request.num_tokens)
-            if needed + growing > self._caches.page_pool.num_free:
+            hit = self._find_prefix(request)
+            needed = self._pages_for(request.num_tokens) - len(hit.pages)
+            free = self._pages.num_free
+            if self._prefix is not None:
+                free -= self._prefix.pages.count_idle(hit.pages)
+            if needed + growing > free:
                 return
-            self._waiting.popleft()
-            request.move("prefill")
-            request.slot = self._caches.allocate_slot()
-            request.pages = list(self._caches.page_pool.allocate(needed))
-            self._running.append(request)
+            del self._waiting[0]
+            self._start(request, hit, needed)
+            self._overtake(request)
+
+    def _find_prefix(self, request: Request) -> Hit:
+        """What of a request is in the caches. A prompt whose logprobs are told is computed."""
+        known = request.num_tokens
+        if self._prefix is None:
+            return Hit(0, (), 0)
+        if len(request.page_names) < known // self._caches.page_tokens:
+            ids = request.pending_ids(known)
+            self._prefix.name_pages(request.page_names, ids, request.cache_salt)
+        if request.params.prompt_logprobs is not None:
+            return Hit(0, (), 0)
+        return self._prefix.find(request.page_names, known)
+
+    def _start(self, request: Request, hit: Hit, new_pages: int) -> None:
+        request.move("prefill")
+        if self._prefix is not None and hit.pages:
+            # Before pages are allocated, which may take idle ones.
+            self._prefix.pages.hold(hit.pages)
+        request.pages = [*hit.pages, *self._pages.allocate(new_pages)]
+        request.slot = self._caches.allocate_slot()
+        request.num_cached = request.num_resumed = hit.num_tokens
+        if self._prefix is not None:
+            if hit.num_tokens:
+                self._prefix.load_state(request.page_names, hit, request.slot)
+            if request.num_preemptions == 0 and request.params.prompt_logprobs is None:
+                request.num_reused = hit.num_tokens
+                self._prefix.count(hit, request.num_tokens)
+        self._running.append(request)
+
+    def _overtake(self, newcomer: Request) -> None:
+        """Counts an admission for those older ones that are not past their prompts."""
+        is_late = False
+        late = [request for request in self._running if request.state == "prefill"]
+        for request in (*self._waiting, *late):
+            if request.number < newcomer.number:
+                request.num_overtaken += 1
+                is_late = is_late or request.num_overtaken == MAX_OVERTAKEN
+        if is_late:
+            self._waiting.sort(key=_rank)
 
     def _decode_shares(self) -> list[Share]:
         shares = []
@@ -237,13 +312,18 @@ class Scheduler:
             wanted = min(wanted, left - 1)
         missing = self._pages_for(known + wanted) - len(request.pages)
         if missing > 0:
-            taken = min(missing, self._caches.page_pool.num_free)
-            request.pages += self._caches.page_pool.allocate(taken)
+            taken = min(missing, self._pages.num_free)
+            request.pages += self._pages.allocate(taken)
         return max(0, min(wanted, len(request.pages) * tokens - known))
 
     def _prefill_shares(self, budget_tokens: int) -> list[Share]:
         requests = [request for request in self._running if request.state == "prefill"]
-        counts = share_budget([request.num_pending for request in requests], budget_tokens)
+        requests.sort(key=_rank)
+        interval, rooms = self._limits.state_interval_tokens, None
+        if interval is not None:
+            rooms = [room_to_boundary(request.num_cached, interval) for request in requests]
+        pending = [request.num_pending for request in requests]
+        counts = share_budget(pending, budget_tokens, rooms)
         return [
             Share(request, count, has_choice=count == request.num_pending)
             for request, count in zip(requests, counts, strict=True)
@@ -254,12 +334,12 @@ class Scheduler:
         """Makes room for one more token, by preemption if need be; False if `request` had to go."""
         if len(request.pages) * self._caches.page_tokens > request.num_cached:
             return True
-        while not self._caches.page_pool.num_free:
-            victim = self._running[-1]
+        while not self._pages.num_free:
+            victim = max(self._running, key=_rank)
             self._preempt(victim)
             if victim is request:
                 return False
-        request.pages += self._caches.page_pool.allocate()
+        request.pages += self._pages.allocate()
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -268,17 +348,21 @@ class Scheduler:
         request.move("waiting")
         request.num_preemptions += 1
         self.num_preemptions += 1
-        # The youngest that ran is older than all that wait.
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=_rank)
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         self._caches.free_slot(request.slot)
-        self._caches.page_pool.free(request.pages)
+        self._pages.free(request.pages)
         request.slot, request.pages, request.num_cached = None, [], 0
 
     def _pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self._caches.page_tokens)
+
+
+def _rank(request: Request) -> tuple[bool, int, int]:
+    """What is served first, and preempted last, is smallest."""
+    return request.num_overtaken < MAX_OVERTAKEN, request.priority, request.number
 
 
 def _step_request(share: Share) -> StepRequest:
@@ -293,4 +377,5 @@ def _step_request(share: Share) -> StepRequest:
         is_decode=request.state == "decode",
         needs_logits=share.has_choice or tells_prompt,
         all_logits=tells_prompt,
+        is_resumed=request.state == "prefill" and 0 < request.num_cached == request.num_resumed,
     )

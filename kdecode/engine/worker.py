@@ -89,6 +89,17 @@ class Worker:
             )
         self.build_times = BuildTimes(opened - begin, packed - opened, time.perf_counter() - packed)
 
+    def cache_identity(self) -> dict[str, Any]:
+        """What decides the contents of the caches, beside the caches' own settings."""
+        return {
+            "weights_digest": self.weights_digest,
+            "decode_backend": self.engine.decode_backend,
+            "isa": self.engine.isa,
+            "trunk_format": self.engine.trunk_format,
+            # Its rows are on the target's pages.
+            "speculative": self.resolved_speculation(),
+        }
+
     def resolved_speculation(self) -> dict[str, Any] | None:
         """Everything that was decided about drafts."""
         speculative = self.engine.speculative

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 ALIGNMENT = 64
 
 
-def share_budget(remaining: Sequence[int], budget_tokens: int) -> tuple[int, ...]:
+def share_budget(
+    remaining: Sequence[int], budget_tokens: int, rooms: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Prompt tokens that each request gets in the next step, first come first served.
 
-    remaining: prompt tokens that each request still has to run, in order of arrival. budget_tokens:
-    what the step may hold besides its decode rows. A request is cut only where the budget ends;
-    then its chunk is a multiple of ALIGNMENT, unless the budget is below that for the first one.
+    remaining: prompt tokens that each request still has to run, in order of service. budget_tokens:
+    what the step may hold besides its decode rows. rooms: the most that a chunk of each may have
+    (`room_to_boundary`). A request is cut there and where the budget ends; then its chunk is a
+    multiple of ALIGNMENT, unless the budget is below that for the first one.
     """
     if budget_tokens < 0:
         raise ValueError(f"The token budget of a step is {budget_tokens}; it cannot be negative.")
@@ -25,19 +28,29 @@ def share_budget(remaining: Sequence[int], budget_tokens: int) -> tuple[int, ...
         raise ValueError(f"A prompt has no tokens left to run: {list(remaining)}.")
     shares = []
     is_first = True
-    for tokens in remaining:
-        share = min(tokens, budget_tokens)
-        if share < tokens and share >= ALIGNMENT:
+    for place, tokens in enumerate(remaining):
+        wanted = tokens if rooms is None else min(tokens, rooms[place])
+        share = min(wanted, budget_tokens)
+        if share < wanted and share >= ALIGNMENT:
             share -= share % ALIGNMENT
-        elif share < tokens and not is_first:
+        elif share < wanted and not is_first:
             share = 0  # a sliver for a later request costs a step's overhead and saves nothing
         budget_tokens -= share
         shares.append(share)
         is_first = False
-        if share < tokens:
+        if share < wanted:
             break
     shares += [0] * (len(remaining) - len(shares))
     return tuple(shares)
+
+
+def room_to_boundary(num_computed: int, interval_tokens: int) -> int:
+    """Tokens that a chunk may have which does not go beyond the next multiple of the interval.
+
+    Where a chunk ends decides the last bits of what it computes. Chunks that end on every multiple
+    are the same ones behind it, whether the tokens before it were computed or found in a cache.
+    """
+    return interval_tokens - num_computed % interval_tokens
 
 
 def split_prompt(num_tokens: int, budget_tokens: int) -> tuple[int, ...]:

@@ -36,7 +36,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = (model_name, "0")
         self.registry.register(_EngineState(llm, self._labels))
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed")
+        self._prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests that began"
+        )
         self._generated = self._counter("vllm:generation_tokens", "Tokens generated")
         self._success = Counter(
             "vllm:request_success",
@@ -206,11 +208,47 @@ class _EngineState(Collector):
         yield prefill
         if stats["speculation"] is not None:
             yield from self._rounds(stats["speculation"])
+        if stats["prefix_cache"] is not None:
+            yield from self._prefixes(stats["prefix_cache"])
         info = InfoMetricFamily("vllm:cache_config", "The caches as resolved", labels=_LABELS)
         settings = {"block_size": cache["page_tokens"], "num_gpu_blocks": cache["pages"]}
         settings |= {"cache_dtype": cache["dtype"], "state_slots": cache["slots"]}
         info.add_metric(self._labels, {name: str(value) for name, value in settings.items()})
         yield info
+
+    def _prefixes(self, found: dict[str, Any]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """The prefix cache; only there with one."""
+        counts = {
+            "vllm:prefix_cache_queries": ("Tokens of requests that may hit", found["queries"]),
+            "vllm:prefix_cache_hits": ("Tokens taken over from the caches", found["hits"]),
+            "kdecode:prefix_cache_lost_to_state": (
+                "Tokens whose pages were there and whose KDA state was not",
+                found["lost_to_state"],
+            ),
+            "kdecode:prefix_cache_page_evictions": (
+                "Pages of prefixes given to others",
+                found["page_evictions"],
+            ),
+            "kdecode:prefix_cache_state_evictions": (
+                "KDA states replaced by others",
+                found["state_evictions"],
+            ),
+        }
+        for name, (text, value) in counts.items():
+            counter = CounterMetricFamily(name, text, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        gauges = {
+            "kdecode:prefix_cache_min_tokens": ("The shortest reusable prefix", "min_tokens"),
+            "kdecode:prefix_cache_can_hit": ("0 where no prompt is long enough", "can_hit"),
+            "kdecode:prefix_cache_pages": ("Pages of known content", "pages"),
+            "kdecode:prefix_cache_states": ("KDA states kept", "states"),
+            "kdecode:prefix_cache_state_places": ("KDA states there is room for", "state_places"),
+        }
+        for name, (text, key) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+            gauge.add_metric(self._labels, float(found[key]))
+            yield gauge
 
     def _rounds(self, found: dict[str, Any]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Speculative decoding; a draft of vLLM's is a round with drafts of ours."""

@@ -18,9 +18,7 @@ from kdecode.server.schema_language import LanguageFields, StrictModel
 # Fields without influence on a reply's content.
 IGNORED = frozenset(
     (
-        "cache_salt",
         "metadata",
-        "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
         "request_id",
@@ -50,6 +48,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_BIASES = 1024
+MAX_SALT = 1024
 
 TokenIds = list[int]
 # Read by `model.chat`, which knows what has an encoding; the descriptions are for clients.
@@ -134,6 +133,8 @@ class GenerationRequest(LanguageFields):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
 
     @field_validator("logit_bias")
     @classmethod

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from kdecode.engine.async_engine import AsyncEngine, Job, RequestGroup
-from kdecode.engine.request import StructuredOutput
+from kdecode.engine.request import SamplingParams, StructuredOutput
 from kdecode.model.chat import END_OF_MSG, IM_END, chat_format, encode_chat
 from kdecode.server.errors import ApiError, api_error_of
 from kdecode.server.languages import K3Grammar
@@ -106,10 +106,10 @@ class Service:
                     structured=body.language,
                     prompt_logprobs=body.num_prompt_logprobs,
                 )
-                jobs.append(Job(prompt, params))
+                jobs.append(_job(prompt, params, body))
                 choices.append(CompletionChoice(len(choices), self._llm.tokenizer, prompt, body))
         head = self._head("cmpl", body, sum(map(len, prompts)))
-        return Prepared(jobs, Reply("text_completion", head, choices))
+        return Prepared(jobs, Reply("text_completion", head, choices, body.num_choices))
 
     async def chat(self, body: ChatRequest) -> Prepared:
         """Raises ApiError, RequestError, ChatError."""
@@ -148,9 +148,9 @@ class Service:
                     min_tokens=params.min_tokens,
                     max_calls=1 if body.parallel_tool_calls is False else None,
                 )
-            jobs.append(Job(prompt, params))
+            jobs.append(_job(prompt, params, body))
             choices.append(ChatChoice(index, tokenizer, parser, prompt, head.id.partition("-")[2]))
-        return Prepared(jobs, Reply("chat.completion", head, choices))
+        return Prepared(jobs, Reply("chat.completion", head, choices, body.num_choices))
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Raises ApiError, ChatError."""
@@ -217,6 +217,10 @@ class Service:
             prompt_tokens=prompt_tokens,
             outputs_valid=self._outputs_valid,
         )
+
+
+def _job(prompt: Sequence[int], params: SamplingParams, body: GenerationRequest) -> Job:
+    return Job(prompt, params, body.priority or 0, body.cache_salt or "")
 
 
 class Run:

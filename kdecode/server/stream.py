@@ -53,6 +53,8 @@ class Choice(ABC):
         self.prompt_logprobs: list[Json | None] | None = None
         self._prompt = prompt
         self.num_tokens = 0
+        # Of the prompt, taken over from the caches; known with the first event.
+        self.cached_tokens = 0
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._parser = parser
@@ -67,6 +69,7 @@ class Choice(ABC):
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = self._vllm_logprobs(event.prompt_logprobs)
         self.num_tokens += event.token_id is not None
+        self.cached_tokens = event.cached_tokens
         if self._parser.is_stopped:
             self.finish_reason = "stop"
         elif event.finish_reason is not None:
@@ -282,22 +285,29 @@ class ChatChoice(Choice):
 
 
 class Reply:
-    """A reply of several choices. kind: "text_completion" or "chat.completion"."""
+    """A reply of several choices. kind: "text_completion" or "chat.completion".
 
-    def __init__(self, kind: str, head: Head, choices: Sequence[Choice]) -> None:
+    per_prompt: choices of one prompt, which are neighbours.
+    """
+
+    def __init__(
+        self, kind: str, head: Head, choices: Sequence[Choice], per_prompt: int = 1
+    ) -> None:
         self._kind = kind
         self._head = head
+        self._per_prompt = per_prompt
         self.choices = choices
 
     def usage(self) -> Json:
         completion = sum(choice.num_tokens for choice in self.choices)
         reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+        # A prompt counts once, as in prompt_tokens: as its first choice found it.
+        cached = sum(choice.cached_tokens for choice in self.choices[:: self._per_prompt])
         return {
             "prompt_tokens": self._head.prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self._head.prompt_tokens + completion,
-            # There is no prefix cache: every token of a prompt is computed.
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 

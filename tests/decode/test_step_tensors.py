@@ -64,6 +64,22 @@ def test_two_requests_share_nothing(session: Session, other: StepRequest, messag
         derive(StepBatch((GOOD, other)), session.plan.buffers.limits, "cpu")
 
 
+def test_two_requests_share_pages_that_are_full_and_no_others(session: Session) -> None:
+    """Pages have 16 tokens: the first request reads page 3 and writes page 4."""
+    limits = session.plan.buffers.limits
+    first = StepRequest((1,), 16, 0, (3, 4), True)
+    derive(StepBatch((first, StepRequest((1,), 17, 1, (3, 5), True))), limits, "cpu")
+    for other, page in (
+        (StepRequest((1,), 17, 1, (3, 4), True), 4),
+        (StepRequest((1,), 17, 1, (4, 5), True), 4),
+        (StepRequest((1,), 17, 1, (5, 3), True), 3),
+        (StepRequest((1,), 15, 1, (3,), True), 3),
+    ):
+        for pair in ((first, other), (other, first)):
+            with pytest.raises(StepError, match=f"MLA page {page} of request 1 is used twice"):
+                derive(StepBatch(pair), limits, "cpu")
+
+
 def test_an_empty_step_is_refused(session: Session) -> None:
     with pytest.raises(StepError, match="at least one request"):
         derive(StepBatch(()), session.plan.buffers.limits, "cpu")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdecode.prefill.chunks import ALIGNMENT, share_budget, split_prompt
+from kdecode.prefill.chunks import ALIGNMENT, room_to_boundary, share_budget, split_prompt
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,25 @@ def test_impossible_counts_are_refused() -> None:
         share_budget((3, 0), 8)
     with pytest.raises(ValueError, match="at least 1"):
         split_prompt(3, 0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 900)), min_size=1, max_size=4),
+    st.integers(64, 600),
+    st.sampled_from((64, 128, 192, 512)),
+)
+def test_no_chunk_goes_beyond_the_interval(
+    spans: list[tuple[int, int]], budget: int, interval: int
+) -> None:
+    remaining = [tokens for _, tokens in spans]
+    rooms = [room_to_boundary(start, interval) for start, _ in spans]
+    shares = share_budget(remaining, budget, rooms)
+    assert sum(shares) <= budget
+    assert shares[0] > 0
+    for (start, _), share in zip(spans, shares, strict=True):
+        assert share == 0 or (start + share - 1) // interval == start // interval
+
+
+def test_a_prompt_cut_at_the_interval_leaves_the_rest_to_the_next() -> None:
+    assert share_budget((600, 600), 512, (128, 512)) == (128, 384)
+    assert share_budget((100, 600, 5), 512, (64, 100, 64)) == (64, 100, 5)
