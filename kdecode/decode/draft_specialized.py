@@ -164,19 +164,15 @@ class SpecializedDraft:
             )
         torch.set_num_threads(1)
         found = [self._run_block(request) for request in requests]
-        base = torch.stack([logits for logits, _ in found])  # [B, N, vocab]
-        hidden = torch.stack([rows for _, rows in found])  # [B, N, M]
-        previous = [request.anchor for request in requests]
-        chosen, confidence = [], []
+        before = [[request.anchor for request in requests]]
         for place in range(num_drafts):
-            if self._weights.confidence is not None:
-                confidence.append(self._expected(hidden[:, place], previous))
-            previous = list(choose(place, base[:, place] + self._markov(previous)))
-            chosen.append(previous)
-        tokens = [tuple(drafts) for drafts in zip(*chosen, strict=True)]
-        if not confidence:
+            base = torch.stack([logits[place] for logits, _ in found])  # [B, vocab]
+            before.append(list(choose(place, base.add_(self._markov(before[-1])))))
+        tokens = [tuple(drafts) for drafts in zip(*before[1:], strict=True)]
+        if self._weights.confidence is None:
             return DraftBlock(tokens, None)
-        rows = torch.stack(confidence, dim=1).tolist()
+        previous = torch.tensor(before[:-1]).T  # [B, N]
+        rows = self._expected(torch.stack([rows for _, rows in found]), previous).tolist()
         return DraftBlock(tokens, [tuple(row) for row in rows])
 
     def _run_block(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
@@ -224,11 +220,11 @@ class SpecializedDraft:
             parts.append(program.buffers["markov_bias"].clone())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _expected(self, hidden: Tensor, previous: Sequence[int]) -> Tensor:
-        """The confidence head: [B, M], [B] tokens -> [B]."""
+    def _expected(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """The confidence head: [B, N, M], tokens before each draft [B, N] -> [B, N]."""
         assert self._weights.confidence is not None
         weight, bias = self._weights.confidence
-        markov = self._weights.markov_in[list(previous)]
+        markov = self._weights.markov_in[previous]
         return torch.sigmoid(torch.cat([hidden, markov], dim=-1).float() @ weight + bias)
 
     def _build_context(self, rows: int) -> _NativeProgram:
