@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import pwd
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -264,14 +265,46 @@ class EngineConfig:
 class Environment:
     """What kdecode takes from the environment of the process."""
 
-    # KDECODE_CACHE_DIR: where generated models are kept.
+    # Where generated models are kept: KDECODE_CACHE_DIR, else XDG_CACHE_HOME/kdecode, else
+    # ~/.cache/kdecode. Absolute.
     cache_dir: Path
 
 
 def environment() -> Environment:
-    """Reads the environment variables; nothing else in kdecode does."""
-    cache_dir = os.environ.get("KDECODE_CACHE_DIR")
-    return Environment(Path(cache_dir) if cache_dir else Path.home() / ".cache" / "kdecode")
+    """Reads the environment variables; nothing else in kdecode does. One that is empty is unset.
+
+    Raises ConfigError where none of them names a place and the user has no home.
+    """
+    return Environment(_cache_dir())
+
+
+def terminal_draws() -> bool:
+    """TERM: whether the terminal, if there is one, can draw over a line."""
+    return os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def _cache_dir() -> Path:
+    own = os.environ.get("KDECODE_CACHE_DIR")
+    if own:
+        is_home = own == "~" or own.startswith("~/")
+        return Path(_home() + own[1:] if is_home else own).absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    # By its specification a relative one is to be ignored.
+    return Path(shared if os.path.isabs(shared) else f"{_home()}/.cache", "kdecode")
+
+
+def _home() -> str:
+    """HOME, or what the system has for the user where that is no absolute path."""
+    home = os.environ.get("HOME", "")
+    if not os.path.isabs(home):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            raise ConfigError(
+                f"HOME is {home!r} and the system knows no home of user {os.getuid()}; name a "
+                "folder for generated models with KDECODE_CACHE_DIR."
+            ) from None
+    return home
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -543,6 +543,8 @@ def test_progress_is_one_line_on_a_terminal_and_a_line_a_phase_elsewhere(
 ) -> None:
     from kdecode.commands.common import ProgressBar
 
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     for stream, expected in (
         (_Terminal(), r"(\r\x1b\[K[^\n]*)+"),
         (io.StringIO(), r"packing: 1 of 4\nblock 1 of 2\nblock 2 of 2\n"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -20,6 +22,7 @@ from kdecode.config import (
     Isa,
     LosslessPacking,
     TrunkWeights,
+    terminal_draws,
 )
 from kdecode.config_speculative import SpeculativeConfig
 
@@ -38,11 +41,12 @@ class InputError(ValueError):
 class ProgressBar:
     """What is going on, on stderr: a line that is drawn over on a terminal, else lines to keep.
 
-    Where stderr is no terminal, a phase gets one line when it begins, and long ones more of them.
+    Where stderr is no terminal, or one that cannot draw over a line, a phase gets one line when it
+    begins, and long ones more of them.
     """
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = sys.stderr.isatty() and terminal_draws()
         self._written_s = 0.0
         self._phase = ""
 
@@ -52,9 +56,12 @@ class ProgressBar:
             if self._is_due(label, _LINE_S):
                 self._print(f"{label}: {done} of {total}")
         elif is_last or self._is_due(label, _REDRAW_S):
-            filled = _BAR_CELLS * done // max(total, 1)
-            bar = "#" * filled + "." * (_BAR_CELLS - filled)
-            self._draw(f"{label} [{bar}] {done}/{total}")
+            # What the bar stands between: " [", "] " and the count.
+            left = _columns() - len(f"{label} [] {done}/{total}")
+            cells = max(0, min(_BAR_CELLS, left))
+            filled = cells * done // max(total, 1)
+            bar = f"[{'#' * filled}{'.' * (cells - filled)}] " if cells else ""
+            self._draw(f"{label} {bar}{done}/{total}")
             if is_last:
                 self.clear()
 
@@ -81,7 +88,18 @@ class ProgressBar:
         print(text, file=sys.stderr, flush=True)
 
     def _draw(self, text: str) -> None:
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        # A line that wraps could not be drawn over.
+        print(f"\r\033[K{text[: _columns()]}", end="", file=sys.stderr, flush=True)
+
+
+def _columns() -> int:
+    """Of the terminal or by COLUMNS, without the last one, behind which some terminals wrap."""
+    try:
+        fallback = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError):
+        fallback = os.terminal_size((80, 24))
+    # Of stdout where that is a terminal, too.
+    return max(1, shutil.get_terminal_size(fallback).columns - 1)
 
 
 def positive(text: str) -> int:

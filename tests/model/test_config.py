@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kdecode.config import (
     EngineConfig,
     ModelConfig,
     environment,
+    terminal_draws,
 )
 
 
@@ -285,7 +287,47 @@ def test_threads() -> None:
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KDECODE_CACHE_DIR", str(tmp_path))
-    assert environment().cache_dir == tmp_path
-    monkeypatch.delenv("KDECODE_CACHE_DIR")
-    assert environment().cache_dir.name == "kdecode"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pwd.getpwuid", lambda user: SimpleNamespace(pw_dir="/of/the/system"))
+    names = ("KDECODE_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
+    for values, expected in (
+        (("/own", "/xdg", "/home/a"), "/own"),
+        (("own/x", "/xdg", "/home/a"), f"{tmp_path}/own/x"),
+        (("~", "/xdg", "/home/a"), "/home/a"),
+        (("~/x", "/xdg", "/home/a"), "/home/a/x"),
+        (("~/x", None, ""), "/of/the/system/x"),
+        (("/own/~", None, None), "/own/~"),
+        (("", "/xdg", "/home/a"), "/xdg/kdecode"),
+        ((None, "/xdg", None), "/xdg/kdecode"),
+        ((None, "relative", "/home/a"), "/home/a/.cache/kdecode"),
+        ((None, "", "/home/a"), "/home/a/.cache/kdecode"),
+        ((None, None, "/home/a"), "/home/a/.cache/kdecode"),
+        ((None, None, ""), "/of/the/system/.cache/kdecode"),
+        ((None, None, "home"), "/of/the/system/.cache/kdecode"),
+        ((None, None, None), "/of/the/system/.cache/kdecode"),
+    ):
+        for name, value in zip(names, values, strict=True):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        assert environment().cache_dir == Path(expected), values
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("KDECODE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"HOME is '' .* KDECODE_CACHE_DIR"):
+        environment()
+    monkeypatch.setenv("KDECODE_CACHE_DIR", "/own")
+    assert environment().cache_dir == Path("/own")
+
+
+@pytest.mark.parametrize(("term", "draws"), [("xterm", True), ("dumb", False), ("", False)])
+def test_terminals(monkeypatch: pytest.MonkeyPatch, term: str, draws: bool) -> None:
+    monkeypatch.setenv("TERM", term)
+    assert terminal_draws() is draws
