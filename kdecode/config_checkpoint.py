@@ -8,7 +8,7 @@ the maths. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ _READ_LINEAR = words(
     use_full_rank_gate
     """
 )
-# What a K3 checkpoint has to state, although Kimi-Linear's form of the same key may be absent.
+# What a K3 checkpoint has to state, although Kimi-Linear's form of the same key may be absent. Null
+# is no statement: it would silently choose Kimi-Linear's formula.
 _K3_REQUIRED = (
     "activation_situ_beta",
     "activation_situ_linear_beta",
@@ -158,6 +159,12 @@ class Settings:
                     f"{self.where}{key} is {shown(found)}; only {value!r} is supported."
                 )
 
+    def require_stated(self, keys: Iterable[str]) -> None:
+        """Settings that are there and not null."""
+        for key in keys:
+            if self.get(key) is None:
+                raise ConfigError(f"{self.where}{key} is null; a K3 checkpoint states a value.")
+
     def refuse_unknown(self, known: frozenset[str]) -> None:
         for key in sorted(set(self.values) - known):
             raise ConfigError(
@@ -172,10 +179,11 @@ def parse_model(document: Mapping[str, Any]) -> ModelConfig:
     text.refuse_unknown(known)
     linear = text.section("linear_attn_config")
     linear.refuse_unknown(_READ_LINEAR)
-    for key in _FIXED_REQUIRED + (_K3_REQUIRED if is_k3 else ()):
+    for key in _FIXED_REQUIRED:
         text.get(key)
-    for key in _K3_REQUIRED_LINEAR if is_k3 else ():
-        linear.get(key)
+    if is_k3:
+        text.require_stated(_K3_REQUIRED)
+        linear.require_stated(_K3_REQUIRED_LINEAR)
     text.require(_FIXED)
     heads = text.integer("num_attention_heads", at_most=MAX_HEADS)
     text.require({"num_key_value_heads": heads})

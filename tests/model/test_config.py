@@ -22,6 +22,7 @@ from kdecode.config import (
     environment,
     terminal_draws,
 )
+from kdecode.config_checkpoint import _K3_REQUIRED, _K3_REQUIRED_LINEAR
 
 
 def test_k3_as_released() -> None:
@@ -107,6 +108,18 @@ def test_a_missing_linear_setting_is_named(key: str) -> None:
     del document["text_config"]["linear_attn_config"][key]
     with pytest.raises(ConfigError, match=rf"linear_attn_config\.{key} is missing"):
         ModelConfig.from_checkpoint(document)
+
+
+@pytest.mark.parametrize("key", [*_K3_REQUIRED, *_K3_REQUIRED_LINEAR])
+def test_null_never_chooses_the_other_familys_formula(key: str) -> None:
+    for is_nested in (True, False):
+        document = kimi_k3()
+        body = document["text_config"]
+        (body["linear_attn_config"] if key in _K3_REQUIRED_LINEAR else body)[key] = None
+        ids = {name: document[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        flat = {**body, **ids, "model_type": "kimi_k3"}
+        with pytest.raises(ConfigError, match=rf"{key} is null; a K3 checkpoint states a value"):
+            ModelConfig.from_checkpoint(document if is_nested else flat)
 
 
 @pytest.mark.parametrize(
