@@ -213,6 +213,8 @@ def model_directory(args: argparse.Namespace) -> Path:
             bar.clear()
         print(f"no model was named; using the default model in {directory}", file=sys.stderr)
         return directory
+    if not args.model:
+        raise InputError("MODEL is empty; leave it out for the default model.")
     directory = Path(args.model)
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory with a checkpoint.")
@@ -275,6 +277,8 @@ def check_output_file(target: str) -> None:
     """
     if target == "-":
         return
+    if not target:
+        raise InputError("the output file has no name; it is a path, or - for stdout.")
     path = Path(target)
     try:
         try:

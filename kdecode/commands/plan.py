@@ -105,7 +105,7 @@ def _draft_text(args: argparse.Namespace, config: EngineConfig) -> str:
 
     speculative = config.speculative
     assert speculative is not None
-    target = ModelConfig.from_checkpoint(Path(args.config or model_directory(args)))
+    target = ModelConfig.from_checkpoint(_source(args))
     draft = DraftConfig.from_checkpoint(speculative.model, speculative.tap_stream)
     draft.check_target(target)
     try:
@@ -113,6 +113,15 @@ def _draft_text(args: argparse.Namespace, config: EngineConfig) -> str:
     except BackendRefusedError as error:
         return f"the draft runs in torch: {' '.join(error.reasons)}\n"
     return f"the draft: {plan.explain()}"
+
+
+def _source(args: argparse.Namespace) -> Path:
+    """Where the configuration is. Raises InputError."""
+    if args.config is None:
+        return model_directory(args)
+    if not args.config:
+        raise InputError("--config is empty; it is the path of a config.json.")
+    return Path(args.config)
 
 
 def _built(args: argparse.Namespace, config: EngineConfig) -> tuple[DecodePlan, int]:
@@ -126,7 +135,7 @@ def _described(args: argparse.Namespace, config: EngineConfig) -> tuple[DecodePl
     from kdecode.config import ModelConfig
     from kdecode.engine.describe import describe_plan
 
-    source = Path(args.config or model_directory(args))
+    source = _source(args)
     each = 1 + (args.drafts or 0)
     return describe_plan(ModelConfig.from_checkpoint(source), config, args.rows * each, each)
 

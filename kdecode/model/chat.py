@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kdecode.config_json import shown
 from kdecode.model.tokenizer import IncrementalDetokenizer, Tokenizer
 
 OPEN = "<|open|>"
@@ -96,7 +97,11 @@ def render_k3(
 ) -> list[Piece]:
     """The pieces of a K3 prompt: tools, thinking effort, conversation, generation prompt."""
     if effort not in EFFORTS:
-        raise ChatError(f"The thinking effort is {effort!r}; it must be one of {EFFORTS}.")
+        raise ChatError(
+            f"The thinking effort is {shown(effort)}; it must be {', '.join(EFFORTS[:-1])} or "
+            f"{EFFORTS[-1]}. The released encoder takes no other, although the prompt that it "
+            "writes lists medium as well."
+        )
     pieces: list[Piece] = []
     if tools:
         if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -190,7 +190,11 @@ def test_text_parts_are_joined() -> None:
         ([{"role": "assistant", "tool_calls": [call("f", "[1]")]}], {}, "must be an object"),
         ([{"role": "assistant", "reasoning": 3}], {}, "reasoning must be text"),
         ([{"role": "system", "tools": [{}]}], {}, "inside a message"),
-        ([USER], {"effort": "medium"}, "'medium'"),
+        (
+            [USER],
+            {"effort": "medium"},
+            r"'medium'; it must be low, high or max\. The released encoder .* lists medium",
+        ),
         ([USER], {"tools": ["f"]}, "tools must be a list of objects"),
     ],
 )
