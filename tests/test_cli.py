@@ -224,6 +224,9 @@ def test_every_reason_of_a_refusal_is_named_by_every_command(
         names = ("--cache-dtype", "--page-tokens")
     settings = ("--device", "cuda:99", "--threads", 9999, names[0], "fp8", names[1], 7)
     shared = ("device is 'cuda:99'", "num_threads is 9999", "cache_scale is not set")
+    if command[0] == "serve":
+        settings = (*settings, "--max-num-batched-tokens", 1)
+        shared = (*shared, "max_step_tokens is 1")
     for backend, own in (("latency_specialized", ["the device is cuda:99"]), ("auto", [])):
         places = {"MODEL": str(mini_checkpoint), "BACKEND": backend}
         args = [places.get(arg, arg) for arg in command]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kdecode.config import ConfigError, ModelConfig
+from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 
 # Bytes of one cached number of an MLA row.
@@ -79,8 +79,8 @@ def size_from_budget(
     if budget_bytes < needed:
         raise ConfigError(
             f"The cache budget is {budget_bytes:,} bytes; one request of {max_context_tokens:,} "
-            f"tokens needs {needed:,}: a KDA slot of {slot:,} and {pages_of_one:,} pages of "
-            f"{page:,}. Raise the budget or lower max_context_tokens."
+            f"tokens needs {needed:,}: a KDA slot of {slot:,}, and pages of {page:,} each with "
+            f"{pages_of_one * page:,} in all. Raise the budget or lower max_context_tokens."
         )
     num_slots = max_requests
     if slot:
@@ -89,3 +89,23 @@ def size_from_budget(
     if page:
         num_pages = min(num_slots * pages_of_one, (budget_bytes - num_slots * slot) // page)
     return CacheSize(num_slots, num_pages, num_slots * slot + num_pages * page)
+
+
+def engine_cache_size(
+    config: ModelConfig, engine: EngineConfig, draft: DraftConfig | None = None
+) -> CacheSize:
+    """Slots and pages of an engine; by default enough for every request at full length."""
+    budget = engine.cache_budget_bytes
+    if budget is None:
+        page = page_bytes(config, engine.page_tokens, engine.cache_dtype, draft)
+        pages = pages_for(engine.max_context_tokens, engine.page_tokens)
+        budget = engine.max_requests * (slot_bytes(config) + pages * page)
+    return size_from_budget(
+        config,
+        budget,
+        engine.max_requests,
+        engine.max_context_tokens,
+        engine.page_tokens,
+        engine.cache_dtype,
+        draft,
+    )

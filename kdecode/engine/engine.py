@@ -340,8 +340,8 @@ class LLM:
         caches, limit = self._worker.caches, self.engine_config.max_context_tokens
         if rows > caches.num_slots or context_tokens + drafts > limit:
             raise RequestError(
-                f"{rows} requests of {context_tokens + drafts:,} tokens; this engine's caches hold "
-                f"{caches.num_slots} of {limit:,}."
+                f"Requests: {rows}, tokens of each: {context_tokens + drafts:,}; this engine's "
+                f"caches hold {caches.num_slots} of at most {limit:,}."
             )
         threads, each = self.engine_config.resolved_threads(), 1 + drafts
         plan = self._worker.runner.verify_plan(rows, each) if drafts else self.decode_plan(rows)

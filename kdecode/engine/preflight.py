@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 import torch
 
+from kdecode.cache.budget import engine_cache_size
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.runner import check_processor, deployment_of, resolve
 from kdecode.engine.prefix_caching import check_prefix_caching
+from kdecode.engine.scheduler import check_step_tokens
 from kdecode.engine.speculation import draft_config
 from kdecode.model.weights import CheckpointReader
 
@@ -32,6 +34,7 @@ def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
         lambda: check_device(engine.device),
         lambda: check_cache_scales(reader, engine),
         lambda: check_draft(reader.config, engine),
+        lambda: check_caches(reader.config, engine),
         lambda: check_prefix_caching(reader.config, engine),
     )
 
@@ -43,6 +46,7 @@ def check_description(config: ModelConfig, engine: EngineConfig) -> None:
         engine,
         lambda: check_context(config, engine),
         lambda: check_draft(config, engine),
+        lambda: check_caches(config, engine),
         lambda: check_prefix_caching(config, engine),
     )
 
@@ -58,6 +62,14 @@ def check_context(config: ModelConfig, engine: EngineConfig) -> None:
 def check_draft(config: ModelConfig, engine: EngineConfig) -> None:
     """Raises ConfigError for a draft that is none, or that does not fit the model."""
     draft_config(engine, config)
+
+
+def check_caches(config: ModelConfig, engine: EngineConfig) -> None:
+    """Raises ConfigError for a budget without room for a request, or steps without room for all."""
+    speculative = engine.speculative
+    size = engine_cache_size(config, engine, draft_config(engine, config))
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    check_step_tokens(engine.max_step_tokens, size.num_slots, num_drafts)
 
 
 def check_device(device: str) -> None:
@@ -88,7 +100,9 @@ def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None
         try:
             check()
         except ConfigError as error:
-            problems.append(str(error))
+            # Two checks may need the same draft.
+            if str(error) not in problems:
+                problems.append(str(error))
     if engine.decode_backend == "latency_specialized":
         deployment = deployment_of(config, resolve(engine), runs=False)
         refusals = latency_specialized.refuse(deployment)

@@ -100,6 +100,16 @@ class ScheduledStep:
         return any(request.is_decode for request in self.batch.requests)
 
 
+def check_step_tokens(max_step_tokens: int, num_slots: int, num_drafts: int) -> None:
+    """Raises ConfigError unless a decode step of all requests fits into a step."""
+    needed = num_slots * (1 + num_drafts)
+    if max_step_tokens < needed:
+        raise ConfigError(
+            f"max_step_tokens is {max_step_tokens}; a decode step of all requests at once needs "
+            f"{needed} (requests: {num_slots}, drafts of each: {num_drafts})."
+        )
+
+
 class Scheduler:
     """Requests between arrival and end. `schedule` and then `commit` (or `fail`) make one step.
 
@@ -109,12 +119,7 @@ class Scheduler:
     def __init__(
         self, caches: Caches, limits: SchedulerLimits, prefix: PrefixCache | None = None
     ) -> None:
-        needed = caches.num_slots * (1 + limits.num_drafts)
-        if limits.max_step_tokens < needed:
-            raise ConfigError(
-                f"max_step_tokens is {limits.max_step_tokens}; a decode step of all "
-                f"{caches.num_slots} slots with {limits.num_drafts} drafts each needs {needed}."
-            )
+        check_step_tokens(limits.max_step_tokens, caches.num_slots, limits.num_drafts)
         if limits.can_mix and limits.num_drafts:
             raise ConfigError("can_mix is set; only pure decode steps have drafts.")
         self._caches = caches
@@ -292,10 +297,12 @@ class Scheduler:
             self._waiting.sort(key=_rank)
 
     def _decode_shares(self) -> list[Share]:
-        shares = []
-        for request in list(self._running):
-            if request.state == "decode" and self._grow(request):
-                shares.append(Share(request, 1, has_choice=True))
+        # By rank, so that whoever has to go has not had its turn.
+        for request in sorted(self._running, key=_rank):
+            if request.state == "decode":
+                self._grow(request)
+        decoding = [request for request in self._running if request.state == "decode"]
+        shares = [Share(request, 1, has_choice=True) for request in decoding]
         # Once every request has the page of its own token: drafts never take one from those.
         return [replace(share, num_drafts=self._room_for_drafts(share.request)) for share in shares]
 
@@ -330,17 +337,16 @@ class Scheduler:
             if count
         ]
 
-    def _grow(self, request: Request) -> bool:
-        """Makes room for one more token, by preemption if need be; False if `request` had to go."""
+    def _grow(self, request: Request) -> None:
+        """Makes room for one more token, by preemption if need be, perhaps of `request` itself."""
         if len(request.pages) * self._caches.page_tokens > request.num_cached:
-            return True
+            return
         while not self._pages.num_free:
             victim = max(self._running, key=_rank)
             self._preempt(victim)
             if victim is request:
-                return False
+                return
         request.pages += self._pages.allocate()
-        return True
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)

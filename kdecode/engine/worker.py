@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdecode.cache.budget import page_bytes, pages_for, size_from_budget, slot_bytes
+from kdecode.cache.budget import engine_cache_size
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
@@ -176,22 +176,9 @@ def trunk_format(engine: EngineConfig) -> TrunkFormat:
 def allocate_caches(
     packed: PackedModel, engine: EngineConfig, draft: DraftConfig | None = None
 ) -> Caches:
-    """Slots and pages for the budget; by default enough for every request at full length."""
+    """Slots and pages for the budget. Raises ConfigError where there is no such memory."""
     config = packed.config
-    budget = engine.cache_budget_bytes
-    if budget is None:
-        page = page_bytes(config, engine.page_tokens, engine.cache_dtype, draft)
-        pages = pages_for(engine.max_context_tokens, engine.page_tokens)
-        budget = engine.max_requests * (slot_bytes(config) + pages * page)
-    size = size_from_budget(
-        config,
-        budget,
-        engine.max_requests,
-        engine.max_context_tokens,
-        engine.page_tokens,
-        engine.cache_dtype,
-        draft,
-    )
+    size = engine_cache_size(config, engine, draft)
     try:
         return Caches.allocate(
             config,
@@ -206,8 +193,8 @@ def allocate_caches(
     except RuntimeError as error:
         # torch's way to say that there is not enough memory, on any device.
         raise ConfigError(
-            f"Caches of {size.num_slots} slots and {size.num_pages:,} pages of "
-            f"{engine.page_tokens:,} tokens, {budget:,} bytes, cannot be allocated: "
+            f"The caches cannot be allocated (KDA slots: {size.num_slots:,}, pages of "
+            f"{engine.page_tokens:,} tokens: {size.num_pages:,}, bytes: {size.num_bytes:,}): "
             f"{str(error).splitlines()[0]}"
         ) from error
 
@@ -225,7 +212,8 @@ def cache_scales(packed: PackedModel, engine: EngineConfig) -> dict[int, float]:
 def weights_digest(directory: Path) -> str:
     """Names a checkpoint without reading its weights: its JSON files, the sizes of the others."""
     digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
+    # Nothing else is read, and a pipe could be waited for without end.
+    for path in sorted(path for path in directory.iterdir() if path.is_file()):
         if path.suffix == ".json":
             digest.update(f"{path.name}\n".encode() + path.read_bytes())
         elif path.suffix in (".safetensors", ".model"):

@@ -221,7 +221,7 @@ def test_caches_that_cannot_be_allocated_are_an_error(
         raise RuntimeError("can't allocate memory\nand where")
 
     monkeypatch.setattr("kdecode.engine.worker.Caches.allocate", no_memory)
-    with pytest.raises(ConfigError, match=r"3 slots and .* pages .* allocated: can't .* memory$"):
+    with pytest.raises(ConfigError, match=r"allocated \(KDA slots: 3, .*: can't .* memory$"):
         _build(mini_checkpoint, "auto")
 
 
@@ -297,7 +297,7 @@ def test_preempted_requests_lose_nothing(mini_checkpoint: Path, backend: str) ->
 
 
 def test_engine_settings_are_checked(mini_checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="max_step_tokens is 2"):
+    with pytest.raises(ConfigError, match=r"max_step_tokens is 2; .* needs 3"):
         _build(mini_checkpoint, "auto", max_step_tokens=2)
     with pytest.raises(ConfigError, match="max_context_tokens is 2,000,000"):
         _build(mini_checkpoint, "auto", max_context_tokens=2_000_000)
@@ -328,3 +328,22 @@ def test_the_package_names_its_public_api() -> None:
     assert all(hasattr(kdecode, name) for name in kdecode.__all__)
     with pytest.raises(AttributeError, match="has no 'Engine'"):
         _ = kdecode.Engine
+
+
+@pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
+def test_what_the_caches_rule_out_is_found_before_anything_is_packed(
+    mini_checkpoint: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kdecode.engine.worker.pack_model", None)
+    # Where a slot is missing for the third request, two are what a step has to hold.
+    config = ModelConfig.from_checkpoint(mini_checkpoint)
+    page, slot = page_bytes(config, 16, "bf16"), slot_bytes(config)
+    settings = {"max_context_tokens": 64, "max_step_tokens": 1}
+    two = 2 * slot + 8 * page
+    for budget, message in (
+        (slot, f"cache budget is {slot:,} bytes"),
+        (two, r"max_step_tokens is 1; .* needs 2 \(requests: 2, drafts of each: 0\)"),
+        (None, r"max_step_tokens is 1; .* needs 3 \(requests: 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _build(mini_checkpoint, backend, cache_budget_bytes=budget, **settings)
