@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from kdecode.model import tokenizer as module
 from kdecode.model.tokenizer import (
+    CHUNK_CHARS,
     CONFIG_FILE,
     MODEL_FILE,
+    RUN_CHARS,
     IncrementalDetokenizer,
     Tokenizer,
     TokenizerError,
@@ -149,6 +151,28 @@ def test_long_inputs_are_cut_as_released(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(split("ab cdefg  ")) == ["ab cdef", "g  "]
     assert list(split("abc def ghi jkl")) == ["abc def gh", "i jkl"]
     assert list(split("a     b")) == ["a    ", " b"]
+
+
+def test_no_token_crosses_a_cut() -> None:
+    """The lengths of the release, through `encode_text`: at a cut two letters stay two tokens."""
+    assert (CHUNK_CHARS, RUN_CHARS) == (400_000, 25_000)
+    pair = 256
+    encoder = Tokenizer([*(bytes([i]) for i in range(256)), b"ab"], [f"s{i}" for i in range(256)])
+    assert encoder.encode_text("ab") == [pair]
+    words = "x " * (CHUNK_CHARS // 2)
+    for before, is_cut in (
+        ("a" * (RUN_CHARS - 2), False),
+        ("a" * (RUN_CHARS - 1), True),
+        ("a" * RUN_CHARS, False),
+        ("b" * (2 * RUN_CHARS - 1), True),
+        ("." + " " * (RUN_CHARS - 1), False),
+        (words[: CHUNK_CHARS - 2], False),
+        (words[: CHUNK_CHARS - 1], True),
+        (words[:CHUNK_CHARS], False),
+    ):
+        ids = encoder.encode_text(before + "ab")
+        assert (ids[-1] == pair) is not is_cut, len(before)
+        assert encoder.decode(ids) == before + "ab"
 
 
 @pytest.mark.parametrize("unit", ["a", "Ab", " ", "\n", "!", "你", "ก", "ban", "\u0301", "🙂"])
