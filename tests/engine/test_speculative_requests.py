@@ -329,3 +329,30 @@ def test_a_draft_without_confidence_cannot_adapt(mini_checkpoint: Path, tmp_path
     config = SpeculativeConfig(str(tmp_path), 3, enable_adaptive_verification=True)
     with pytest.raises(ConfigError, match="no confidence head"):
         build(mini_checkpoint, "auto", config)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_drawn_drafts_in_a_batch_of_all_kinds(
+    mini_checkpoint: Path, backend: str, method: str
+) -> None:
+    """Greedy and sampled requests in one step, with filters: replies that their seeds decide."""
+    config = speculative(
+        mini_checkpoint, draft_sample_method="probabilistic", rejection_sample_method=method
+    )
+    llm = build(mini_checkpoint, backend, config)
+    kinds = [
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.7, top_k=40, seed=1),
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.5, top_p=0.95, seed=2),
+    ]
+    runs = []
+    for _ in range(2):
+        numbers = [llm.add_request(PROMPT, params) for params in kinds]
+        while llm.loop.scheduler.has_work:
+            llm.loop.step()
+        runs.append([llm.loop.collect(number) for number in numbers])
+    assert [output.error for output in runs[0]] == [None] * 3
+    assert [o.token_ids for o in runs[0]] == [o.token_ids for o in runs[1]]
+    found = llm.stats()["speculation"]
+    assert found["sampled"]["rounds"] > found["greedy"]["rounds"] > 0
