@@ -6,6 +6,7 @@ times are the engine's own.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,6 +41,17 @@ class EngineArm:
             largest = float(logits[best])
             steps.append(AgreementStep(best, largest - float(logits[reference]), largest))
         return steps
+
+
+def random_arrivals(
+    llm: LLM, rows: int, context_tokens: int, output_tokens: int
+) -> list[list[int]]:
+    """When the tokens of ``rows`` requests with random prompts, decoded together, arrived."""
+    source = random.Random(0)
+    num_base = llm.tokenizer.num_base
+    prompts = [[source.randrange(num_base) for _ in range(context_tokens)] for _ in range(rows)]
+    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+    return [output.timing.token_ns for output in llm.generate(prompts, params)]
 
 
 def record_of(output: Output) -> GenerationRecord:

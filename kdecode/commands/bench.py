@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kdecode.commands import bench_layer, bench_peers
+from kdecode.commands import bench_contention, bench_layer, bench_peers
 from kdecode.commands.common import (
     add_engine_arguments,
     add_model_argument,
@@ -20,7 +19,6 @@ from kdecode.config import EngineConfig
 
 if TYPE_CHECKING:
     from kdecode.bench.decode_speed import DecodeRun
-    from kdecode.engine.engine import LLM
 
 HELP = "measure decoding against the speed of memory"
 DESCRIPTION = (
@@ -55,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_layer.add_arguments(layer)
     peers = parts.add_parser("peers", help=bench_peers.HELP, formatter_class=formatter)
     bench_peers.add_arguments(peers)
+    contention = parts.add_parser(
+        "contention", help=bench_contention.HELP, formatter_class=formatter
+    )
+    bench_contention.add_arguments(contention)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         "decode": _decode,
         "layer": bench_layer.run,
         "peers": bench_peers.run,
+        "contention": bench_contention.run,
     }
     document, text = parts[args.part](args)
     if args.json:
@@ -88,10 +91,14 @@ def _roofline(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _decode(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.bench.decode_speed import measure_decode, summary
+    from kdecode.bench.engine_arm import random_arrivals
 
     llm, probe = bench_layer.open_engine(args, args.output_tokens)
     cost = llm.inspect_decode(args.rows, args.context_tokens, 3)
-    runs = measure_decode(lambda: _generate(llm, args), probe, args.rows, cost.num_bytes, args.runs)
+    size = args.rows, args.context_tokens, args.output_tokens
+    runs = measure_decode(
+        lambda: random_arrivals(llm, *size), probe, args.rows, cost.num_bytes, args.runs
+    )
     speed, share, clean = summary(runs)
     rows = [("run", "tok/s", "of the floor", "GB/s before", "after", "others' cores", "")]
     rows += [_run_row(number, entry) for number, entry in enumerate(runs)]
@@ -127,19 +134,6 @@ def _decode(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "config": llm.resolved_config(),
     }
     return document, text
-
-
-def _generate(llm: LLM, args: argparse.Namespace) -> list[list[int]]:
-    """Arrivals of the tokens of `rows` requests with random prompts, decoded together."""
-    from kdecode.engine.request import SamplingParams
-
-    source = random.Random(0)
-    num_base = llm.tokenizer.num_base
-    prompts = [
-        [source.randrange(num_base) for _ in range(args.context_tokens)] for _ in range(args.rows)
-    ]
-    params = SamplingParams(max_tokens=args.output_tokens, ignore_eos=True)
-    return [output.timing.token_ns for output in llm.generate(prompts, params)]
 
 
 def _run_row(number: int, run: DecodeRun) -> tuple[str, ...]:

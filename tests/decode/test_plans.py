@@ -8,6 +8,7 @@ set, because it is part of the text, and so is the format, because packed sizes 
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,20 @@ def test_a_draft_of_auto_and_one_of_grouped_attention_have_no_plan() -> None:
     draft = DraftConfig.from_checkpoint(draft_document("radixark", target))
     with pytest.raises(BackendRefusedError, match="grouped-query attention"):
         describe_draft(target, _engine("latency_specialized"), draft, 7)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_layer_is_at_most_four_launches(model: str, rows: int) -> None:
+    """Three with a dense MLP, four with a mixture of experts, whatever the attention and rows."""
+    config = ModelConfig.from_checkpoint(CONFIGS[model])
+    plan, _ = describe_plan(config, _engine("latency_specialized", max_requests=rows), rows)
+    assert (plan.backend, plan.rows) == ("latency_specialized", rows)
+    launches = Counter(step.layers[0] for step in plan.steps if step.layers[0] is not None)
+    expected = {"dense": 3, "moe": 4}
+    assert [launches[layer] for layer in range(config.num_layers)] == [
+        expected[kind] for kind in config.mlp_kinds
+    ]
 
 
 def test_every_snapshot_belongs_to_a_case() -> None:
