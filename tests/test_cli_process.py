@@ -29,25 +29,35 @@ import os, signal, sys
 number = int(sys.argv[1])
 if "ignore" in sys.argv:
     signal.signal(number, signal.SIG_IGN)
-from kdecode.model import synthesis
+from kdecode.model import draft_synthesis, synthesis
 make, made = synthesis.make_tensor, []
 def make_tensor(*args):
     made.append(args)
     if len(made) == 20:
         os.kill(os.getpid(), number)
     return make(*args)
-synthesis.make_tensor = make_tensor
-sys.argv = ["kdecode", "make-checkpoint", sys.argv[2], "--preset", "mini"]
+synthesis.make_tensor = draft_synthesis.make_tensor = make_tensor
+sys.argv = ["kdecode", "make-checkpoint", sys.argv[2], "--preset", "mini", *sys.argv[3:]]
+while "ignore" in sys.argv:
+    sys.argv.remove("ignore")
 from kdecode.cli import main
 sys.exit(main())
 """
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+    ("number", "code", "kind"),
+    [
+        (signal.SIGTERM, 143, []),
+        (signal.SIGHUP, 129, []),
+        (signal.SIGINT, 130, []),
+        (signal.SIGTERM, 143, ["--draft", "inferact"]),
+    ],
 )
-def test_a_signal_leaves_nothing_half_made(tmp_path: Path, number: int, code: int) -> None:
-    done = _python(_MAKES, int(number), tmp_path / "model")
+def test_a_signal_leaves_nothing_half_made(
+    tmp_path: Path, number: int, code: int, kind: list[str]
+) -> None:
+    done = _python(_MAKES, int(number), tmp_path / "model", *kind)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

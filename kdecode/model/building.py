@@ -19,12 +19,18 @@ _INFIX = ".partial-"
 
 
 @contextmanager
-def building(target: Path) -> Iterator[Path]:
-    """An empty folder that becomes ``target`` at the end of the block, and nothing on an error.
+def building(directory: str | Path) -> Iterator[Path]:
+    """An empty folder that becomes ``directory`` at the end of the block, and nothing on an error.
 
-    What earlier makers of this target left behind is removed. Raises OSError where the target has
-    become another one's meanwhile.
+    What earlier makers of this target left behind is removed. Raises FileExistsError for a target
+    that is more than an empty folder, and OSError where it has become another one's meanwhile.
     """
+    # Absolute, because "." can neither be named beside itself nor be replaced.
+    target = Path(os.path.abspath(directory))
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is no empty directory.")
+    if target == Path.cwd():
+        raise FileExistsError(f"{target} is the current directory; name a new one in it.")
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(target.parent, target.name)
     with scratch(target) as around:

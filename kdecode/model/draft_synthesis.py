@@ -18,6 +18,7 @@ from torch import Tensor
 from kdecode.config import ModelConfig, check_choice
 from kdecode.config_checkpoint import CONFIG_FILE
 from kdecode.config_draft import DraftConfig, DraftKind
+from kdecode.model.building import building
 from kdecode.model.draft_roster import draft_slots
 from kdecode.model.presets import NUM_SPECIALS, PRESETS, Preset, released_config
 from kdecode.model.roster import TensorSpec, default_prefix, model_slots
@@ -59,15 +60,12 @@ def make_draft(
 ) -> None:
     """Writes config.json and one file of tensors; progress(tensors done, of).
 
-    Raises ConfigError for an unknown kind, and FileExistsError for a directory with a checkpoint.
+    The directory appears whole or not at all. Raises ConfigError for an unknown kind and
+    FileExistsError for a directory that has anything in it.
     """
     preset = PRESETS[preset] if isinstance(preset, str) else preset
     target = ModelConfig.from_checkpoint(released_config(preset))
     document = draft_document(kind, target)
-    path = Path(directory)
-    if (path / CONFIG_FILE).exists():
-        raise FileExistsError(f"{path} already has a {CONFIG_FILE}.")
-    path.mkdir(parents=True, exist_ok=True)
     slots = draft_slots(DraftConfig.from_checkpoint(document))
     slot_of = {spec.name: slot for slot, spec in slots.items()}
     header = {spec.name: (spec.dtype, spec.shape) for spec in slots.values()}
@@ -82,10 +80,10 @@ def make_draft(
             progress(done, len(slots))
         return tensor
 
-    write_shard(path / SINGLE_FILE, header, make)
-    # Last: a directory with a config.json is a whole checkpoint.
     text = json.dumps(document, indent=2, sort_keys=True) + "\n"
-    (path / CONFIG_FILE).write_text(text, encoding="utf-8")
+    with building(directory) as made:
+        write_shard(made / SINGLE_FILE, header, make)
+        (made / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def _make_tensor(target: ModelConfig, slot: str, spec: TensorSpec, seed: int) -> Tensor:

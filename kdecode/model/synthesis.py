@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -91,13 +90,7 @@ def make_checkpoint(
     FileExistsError for a directory that has anything in it.
     """
     preset = _preset(preset)
-    # Absolute, because "." can neither be named beside itself nor be replaced.
-    target = Path(os.path.abspath(directory))
-    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is no empty directory.")
-    if target == Path.cwd():
-        raise FileExistsError(f"{target} is the current directory; name a new one in it.")
-    with building(target) as made:
+    with building(directory) as made:
         _write_all(made, preset, seed, progress)
 
 

@@ -263,7 +263,7 @@ def test_the_copy_of_the_embedding_may_be_absent(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_not_overwritten(mini_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError, match=r"already has a config\.json"):
+    with pytest.raises(FileExistsError, match=r"exists and is no empty directory"):
         make_draft(mini_checkpoint, "mini", "inferact", 0)
     with pytest.raises(ConfigError, match="draft is 'eagle'; it must be one of inferact"):
         make_draft(tmp_path, "mini", "eagle", 0)  # type: ignore[arg-type]
