@@ -260,6 +260,18 @@ def test_the_lower_priority_number_is_served_first_and_preempted_last() -> None:
     assert low.output_ids == alone(low.prompt_ids, 16)
 
 
+def test_one_that_is_preempted_by_a_later_row_is_not_in_the_step() -> None:
+    rig = Rig(slots=2, pages=8, context=32, states=None)
+    low = rig.add(range(12), 16, priority=1)
+    rig.loop.step()
+    high = rig.add(range(12), 16)
+    rig.run()
+    assert (low.num_preemptions > 0, high.num_preemptions) == (True, 0)
+    for request in (low, high):
+        assert request.output_ids == alone(request.prompt_ids, 16)
+    rig.assert_nothing_held()
+
+
 def test_nobody_is_overtaken_for_ever() -> None:
     rig = Rig(slots=2, states=None)
     patient = rig.add(range(40), priority=9)

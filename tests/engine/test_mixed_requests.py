@@ -1,0 +1,119 @@
+"""Mixed requests at concurrency 64: each gets what it gets alone, and nothing stays behind.
+
+The quick ones are scaled down; `pytest -m slow tests/engine/test_mixed_requests.py` runs 1,000
+requests of 1 to 4,000 tokens for each kind of cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mixed_requests import assert_nothing_held, check, plan, run
+from test_state_lifecycle import _poison_what_is_free
+
+from kdecode.cache.budget import page_bytes, slot_bytes
+from kdecode.config import ModelConfig
+from kdecode.engine.engine import LLM
+
+BACKENDS = ("auto", "latency_specialized")
+CACHES = ("plain", "prefixes", "half the pages", "preemption forced")
+
+
+def _engine(
+    checkpoint: Path, backend: str, cache: str, context: int, slots: int, **settings: object
+) -> LLM:
+    config, page_tokens = ModelConfig.from_checkpoint(checkpoint), 16
+    pages_of_one = -(-context // page_tokens)
+    # Of what the requests that run have on average, at their full length.
+    share = {"half the pages": slots * pages_of_one // 8, "preemption forced": pages_of_one + 4}
+    budget = None
+    if cache in share:
+        pages = share[cache]
+        budget = slots * slot_bytes(config) + pages * page_bytes(config, page_tokens, "bf16")
+    llm = LLM(
+        checkpoint,
+        decode_backend=backend,
+        num_threads=1,
+        page_tokens=page_tokens,
+        max_context_tokens=context,
+        max_requests=slots,
+        cache_budget_bytes=budget,
+        enable_prefix_caching=cache != "plain",
+        **settings,
+    )
+    _poison_what_is_free(llm)
+    return llm
+
+
+def _alone(checkpoint: Path, backend: str, context: int, **settings: object) -> LLM:
+    return LLM(
+        checkpoint,
+        decode_backend=backend,
+        num_threads=1,
+        page_tokens=16,
+        max_context_tokens=context,
+        max_requests=1,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sixty_four_at_once_get_what_each_gets_alone(
+    mini_checkpoint: Path, backend: str, cache: str
+) -> None:
+    settings = {"max_step_tokens": 128, "state_interval_tokens": 64}
+    # Where all 64 run at once, none comes late enough to find another one's prefix.
+    slots = 64 if cache == "plain" else 16
+    # Longer replies need more pages than are kept free for them.
+    reply = 60 if cache == "preemption forced" else 10
+    llm = _engine(mini_checkpoint, backend, cache, 320, slots, **settings)
+    planned = plan(72, longest=200, longest_reply=reply, seed=11)
+    result = run(llm, planned, 64)
+    assert len(result.outputs) + result.num_aborted == len(planned)
+    assert result.num_aborted > 0
+    assert set(result.kinds) == {"length", "stop"}
+    stats = llm.stats()
+    assert (stats["preemptions"] > 0) == (cache == "preemption forced")
+    if cache != "plain":
+        assert stats["prefix_cache"]["hits"] > 0
+    assert_nothing_held(llm)
+    check(_alone(mini_checkpoint, backend, 320, **settings), planned, result, every=8)
+    assert result.near_ties <= 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_seeds_do_not_depend_on_batch_mates_or_preemption(
+    mini_checkpoint: Path, backend: str
+) -> None:
+    """Random draws are by seed and position: up to logits' last bits, the same reply everywhere."""
+    settings = {"max_step_tokens": 128, "state_interval_tokens": 64}
+    planned = [job for job in plan(120, 100, 12, seed=5) if not job.params.is_greedy][:12]
+    llm = _engine(mini_checkpoint, backend, "prefixes", 128, 8, **settings)
+    together = run(llm, planned, 8)
+    alone = _alone(mini_checkpoint, backend, 128, **settings)
+    same = [
+        output.token_ids == alone.generate([planned[i].prompt], planned[i].params)[0].token_ids
+        for i, output in together.outputs.items()
+    ]
+    assert len(same) >= 8
+    assert sum(same) >= len(same) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_thousand_mixed_requests(mini_checkpoint: Path, backend: str, cache: str) -> None:
+    llm = _engine(mini_checkpoint, backend, cache, 4160, 64)
+    planned = plan(1000, longest=4000, longest_reply=64, seed=1)
+    result = run(llm, planned, 64)
+    assert len(result.outputs) + result.num_aborted == len(planned)
+    stats = llm.stats()
+    assert_nothing_held(llm)
+    check(_alone(mini_checkpoint, backend, 4160), planned, result)
+    print(
+        f"\n{backend}, {cache}: {dict(result.kinds)}, {result.num_aborted} given up, "
+        f"{stats['preemptions']} preemptions, {result.near_ties} near-ties, "
+        f"{stats['prefix_cache']}"
+    )
