@@ -21,10 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MODULE = "kdecode.kernels.common._native"
 SUITES = {
-    "address": ["tests/kernels", "tests/decode/test_latency_specialized.py"],
+    "address": [
+        "tests/kernels",
+        "tests/decode/test_latency_specialized.py",
+        "tests/decode/test_verify_plan.py",
+        "tests/decode/test_draft_specialized.py",
+    ],
     "thread": [
         "tests/kernels/common",
         "tests/kernels/kda_front",
+        "tests/kernels/kda_commit",
         "tests/kernels/mla_front",
         "tests/kernels/moe_front",
         "tests/kernels/moe_tail",
