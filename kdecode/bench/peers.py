@@ -19,8 +19,9 @@ from kdecode.bench.load import LoadMeter, is_spoilt
 from kdecode.bench.statistics import RatioEstimate, estimate_ratio
 
 # Mean KL divergence, in nats, that an engine on F32 weights may have from the unrounded reference:
-# other orders of summation and other small constants of norms, not other weights or other maths.
-MAX_DIVERGENCE = 1e-4
+# other small constants of norms cost up to 1.2e-4 on the presets, rounding to bf16 costs 3e-3 and
+# more, and other weights or other maths far more than that.
+MAX_DIVERGENCE = 1e-3
 
 
 class PeerArm(Protocol):

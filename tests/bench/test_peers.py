@@ -100,7 +100,7 @@ def test_a_ratio_needs_equal_promises_and_checked_logits() -> None:
     assert refusal(ours, theirs, good, needs_check=True) is None
     assert "theirs-q8_0 differ" in str(refusal(ours, changed, good, needs_check=True))
     assert "not checked" in str(refusal(ours, theirs, None, needs_check=True))
-    assert "2.00e-04 nats" in str(refusal(ours, theirs, bad, needs_check=True))
+    assert "2.00e-03 nats" in str(refusal(ours, theirs, bad, needs_check=True))
     # A peer that reads the checkpoint itself has nothing of ours to get wrong.
     assert refusal(ours, theirs, None, needs_check=False) is None
 
