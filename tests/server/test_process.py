@@ -151,7 +151,7 @@ def test_metrics_count_what_happened(served: Served) -> None:
             "but --additional-config says 'auto'",
         ),
         (["--kv-cache-dtype", "int4"], "--kv-cache-dtype"),
-        (["--enable-prefix-caching"], "--enable-prefix-caching"),
+        (["--enforce-eager"], "--enforce-eager"),
         (["--max-num", "3"], "--max-num"),
         (["--reasoning-parser", "deepseek_r1"], "--reasoning-parser"),
         (["--config", "/no/such/file"], "/no/such/file cannot be read"),
