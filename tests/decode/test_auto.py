@@ -36,8 +36,8 @@ LOGITS = Tolerance(rtol=0.0, atol=0.5, rms_ratio=2e-2)
 # An E4M3 step is 16 bf16 steps.
 FP8_LOGITS = Tolerance(rtol=0.0, atol=0.5, rms_ratio=6e-2)
 STATE = Tolerance(rtol=0.0, atol=0.25, rms_ratio=1.5e-2)
-# Over 16 prompts the ratio of the deepest layer's rows has a median of 0.005 and reaches 0.023, where
-# a rounding decides which expert is chosen.
+# Over 16 prompts the ratio of the deepest layer's rows has a median of 0.005 and reaches 0.023,
+# where a rounding decides which expert is chosen.
 ROWS = Tolerance(rtol=0.0, atol=0.4, rms_ratio=2.5e-2)
 FP8_ROWS = Tolerance(rtol=0.13, atol=0.4, rms_ratio=5e-2)
 PROMPT = 70
