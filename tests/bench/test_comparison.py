@@ -298,7 +298,6 @@ def test_json_is_complete(faster: Comparison) -> None:
     assert data["configs"][1]["decode_backend"] == "latency_specialized"
     assert len(data["runs"]) == 2 * 2 * 2 * 3
     assert data["runs"][0]["record"]["token_ids"] == list(range(100, 121))
-    assert data["runs"][0]["record"]["speculation"] == "none"
     assert data["runs"][0]["record"]["acceptance_source"] == "none"
     assert data["ratios"]["tpot"]["ratio"] == pytest.approx(1.3)
     assert data["summaries"][1]["coverage"] == 1.0
