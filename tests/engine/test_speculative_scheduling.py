@@ -151,7 +151,7 @@ def test_drafts_take_no_page_from_the_tokens_of_others() -> None:
 
 
 def test_limits_that_cannot_hold_drafts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="4 slots with 3 drafts each needs 16"):
+    with pytest.raises(ConfigError, match=r"needs 16 \(requests: 4, drafts of each: 3\)"):
         Scheduler(empty_caches(4, 4), SchedulerLimits(15, 40, num_drafts=3))
     with pytest.raises(ConfigError, match="can_mix"):
         Scheduler(empty_caches(4, 4), SchedulerLimits(16, 40, can_mix=True, num_drafts=3))
