@@ -96,7 +96,8 @@ class _Packer:
     device: str
 
     def matrix(self, weight: Tensor) -> Matrix:
-        return Matrix("rows", *weight.shape, self.rows(weight))
+        rows, cols = weight.shape
+        return Matrix("rows", rows, cols, self.rows(weight))
 
     def rows(self, *parts: Tensor) -> Tensor:
         return pack_rows(parts).data.to(self.device)
@@ -124,7 +125,7 @@ class _Packer:
         if p.q_a_proj is None or p.q_a_norm is None or p.q_b_proj is None:
             raise ValueError("An MLA draft has a query of low rank; a part of it is absent.")
         per_head = p.kv_b_proj.view(mla.num_heads, -1, mla.kv_rank)
-        w_uk, w_uv = per_head.split([mla.nope_dim, mla.v_dim], dim=1)
+        w_uk, w_uv = torch.split(per_head, [mla.nope_dim, mla.v_dim], dim=1)
         return PackedDraftMla(
             cache_proj=self.rows(p.kv_a_proj),
             kv_norm=self.vector(p.kv_a_norm),

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kdecode.config import Activation, KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from kdecode.config import (
+    Activation,
+    KdaConfig,
+    LayerKind,
+    MlaConfig,
+    MlpKind,
+    ModelConfig,
+    MoeConfig,
+)
 from kdecode.config_draft import DraftConfig
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.model.draft_parameters import DraftParameters
@@ -74,12 +82,14 @@ def plan_config(config: DraftConfig) -> ModelConfig:
     mla = config.attention
     if not isinstance(mla, MlaConfig):
         raise ValueError(" ".join(refuse_layout(config)))
+    mixer: LayerKind = "mla"
+    mlp: MlpKind = "dense"
     return ModelConfig(
         model_type="kimi_linear",
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        layer_kinds=("mla",) * config.num_layers,
-        mlp_kinds=("dense",) * config.num_layers,
+        layer_kinds=(mixer,) * config.num_layers,
+        mlp_kinds=(mlp,) * config.num_layers,
         dense_width=config.mlp_width,
         activation=Activation("silu"),
         rms_eps=config.rms_eps,

@@ -345,7 +345,7 @@ class _Packer:
         down: Sequence[Tensor | None] = [None] * count
         if self.trunk_format == "tiles12":
             shapes = pack12_shape(2 * width, side), pack12_shape(side, width)
-            gate_up, down = (empty_huge((count, *shape), torch.uint8) for shape in shapes)
+            gate_up, down = (list(empty_huge((count, *shape), torch.uint8)) for shape in shapes)
         experts = []
         for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True)):
             data = torch.empty(_pair_tiles(width), side // 2, TILE_ROWS, 2, dtype=torch.bfloat16)

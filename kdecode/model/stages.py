@@ -57,7 +57,7 @@ def layer_stages(config: ModelConfig, layer: int) -> tuple[str, ...]:
     attention = KDA if config.layer_kinds[layer] == "kda" else MLA
     if config.mlp_kinds[layer] == "dense":
         return attention + DENSE
-    mixture = MOE if config.moe.latent_width is None else LATENT_MOE
+    mixture: tuple[str, ...] = MOE if config.moe.latent_width is None else LATENT_MOE
     if not config.moe.num_shared:
         mixture = tuple(stage for stage in mixture if stage != "shared_mlp")
     return attention + mixture
