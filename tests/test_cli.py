@@ -197,6 +197,18 @@ def test_plan_of_a_configuration_needs_no_weights(
     assert "The native kernels run on the cpu; the device is cuda." in out
 
 
+@pytest.mark.parametrize("part", ["decode", "contention"])
+def test_replies_too_short_to_decode_together_are_named(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, part: str
+) -> None:
+    """Eight prompts of 128 tokens are prefilled in two steps; one decodes before the last is in."""
+    size = ("--rows", 8, "--context-tokens", 128, "--output-tokens", 2)
+    code, out, err = _run(capsys, "bench", part, mini_checkpoint, *size, "--threads", 1)
+    assert (code, out) == (2, "")
+    assert "No step had all 8 requests decoding" in err
+    assert "output-tokens is 2" in err
+
+
 @pytest.mark.parametrize(
     ("command", "code"),
     [

@@ -15,6 +15,10 @@ from kdecode.bench.metrics import MetricError
 from kdecode.bench.roofline import Probe, share_of_floor
 
 
+class NoWindowError(MetricError):
+    """A run without a step in which every request decoded."""
+
+
 @dataclass(frozen=True)
 class Window:
     """The part of a run in which every request decodes: tokens that arrived in it, seconds."""
@@ -58,14 +62,14 @@ class DecodeRun:
 def decode_window(token_ns: Sequence[Sequence[int]]) -> Window:
     """From the moment that every request has its first token until one has its last.
 
-    token_ns: each request's arrivals. MetricError if no step lies between: prefill would be all
+    token_ns: each request's arrivals. NoWindowError if no step lies between: prefill would be all
     that was timed.
     """
     begin = max(times[0] for times in token_ns)
     end = min(times[-1] for times in token_ns)
     tokens = sum(begin < at <= end for times in token_ns for at in times)
     if tokens < len(token_ns) or end <= begin:
-        raise MetricError(
+        raise NoWindowError(
             f"No step had all {len(token_ns)} requests decoding; ask for more output tokens."
         )
     return Window(tokens, (end - begin) / 1e9)

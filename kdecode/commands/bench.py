@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdecode.commands import bench_contention, bench_layer, bench_peers
 from kdecode.commands.common import (
+    InputError,
     add_engine_arguments,
     add_model_argument,
     positive,
@@ -67,7 +68,12 @@ def run(args: argparse.Namespace) -> int:
         "peers": bench_peers.run,
         "contention": bench_contention.run,
     }
-    document, text = parts[args.part](args)
+    from kdecode.bench.decode_speed import NoWindowError
+
+    try:
+        document, text = parts[args.part](args)
+    except NoWindowError as error:
+        raise InputError(f"{error} output-tokens is {args.output_tokens}.") from error
     if args.json:
         write_json(document, "-")
     else:
