@@ -7,7 +7,7 @@ batch's metadata once and launches the steps. Rounding points are those of the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,14 +62,19 @@ def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -
     )
 
 
-def run_standard(plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
+def run_standard(
+    plan: DecodePlan,
+    batch: StepBatch,
+    launch: Callable[[DecodePlan], None] = DecodePlan.run,
+) -> torch.Tensor:
     """One step: moves the caches, returns logits [requests that need them, vocab] fp32.
 
-    Raises StepError, with nothing written, for a batch that names what does not exist.
+    launch: runs the loaded plan. Raises StepError, with nothing written, for a batch that names
+    what does not exist.
     """
     load_step(plan, batch)
     with torch.no_grad():
-        plan.run()
+        launch(plan)
     return plan.buffers["logits"]
 
 

@@ -158,7 +158,8 @@ class StepRunner:
             size = batch.num_rows, len(batch.requests[0].token_ids)
             logits = self._run_plan(self._plans[size], batch)
         else:
-            logits = self._run_standard(batch)
+            torch.set_num_threads(self._num_threads)
+            logits = auto.run_standard(self._standard, batch, self._launch)
         self.last_path = (path, reason or "")
         if is_decode_step:
             self.stats.decode_steps[self.last_path] += 1
@@ -179,13 +180,6 @@ class StepRunner:
         if size not in plan_sizes(self._buckets, (rows_per_request,), requests):
             return self._standard
         return latency_specialized.build(self.deployment, self._packed, self._caches, *size)
-
-    def _run_standard(self, batch: StepBatch) -> torch.Tensor:
-        torch.set_num_threads(self._num_threads)
-        auto.load_step(self._standard, batch)
-        with torch.no_grad():
-            self._launch(self._standard)
-        return self._standard.buffers["logits"]
 
     def _run_plan(self, plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
         load_inputs(plan, batch)

@@ -67,10 +67,6 @@ class RequestGroup:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[_Message] = asyncio.Queue()
 
-    @property
-    def open_jobs(self) -> frozenset[int]:
-        return frozenset(self._open)
-
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """(job, event) until every job has ended. Raises EngineStoppedError."""
         while self._open:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kdecode.cache.budget import engine_cache_size
@@ -238,7 +237,3 @@ def packed_bytes(packed: PackedModel | DraftWeights | None) -> int:
 
     visit(packed)
     return sum(seen.values())
-
-
-def torch_version() -> str:
-    return torch.__version__

@@ -8,7 +8,7 @@ container; `gguf_export.py` writes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,6 +159,12 @@ class _Names:
     def matrix(self, name: str, weight: Tensor) -> GgufTensor:
         return _matrix(name, weight.shape, lambda: weight, self.precision)
 
+    def _matrices(self, at: str, matrices: Mapping[str, Tensor | None]) -> Iterator[GgufTensor]:
+        """Those that the layer has, by name."""
+        for name, weight in matrices.items():
+            if weight is not None:
+                yield self.matrix(f"{at}{name}.weight", weight)
+
     def _kda(self, at: str, p: KdaParameters) -> Iterator[GgufTensor]:
         matrices = {
             "attn_q": p.q_proj,
@@ -172,9 +178,7 @@ class _Names:
             "ssm_beta": p.b_proj,
             "attn_output": p.o_proj,
         }
-        for name, weight in matrices.items():
-            if weight is not None:
-                yield self.matrix(f"{at}{name}.weight", weight)
+        yield from self._matrices(at, matrices)
         for part, conv in (("q", p.q_conv), ("k", p.k_conv), ("v", p.v_conv)):
             width = conv.shape[1]
             yield _vector(f"{at}ssm_conv1d_{part}.weight", conv.reshape(1, -1, 1, width))
@@ -194,9 +198,7 @@ class _Names:
             "attn_gate": p.g_proj,
             "attn_output": p.o_proj,
         }
-        for name, weight in matrices.items():
-            if weight is not None:
-                yield self.matrix(f"{at}{name}.weight", weight)
+        yield from self._matrices(at, matrices)
         if p.q_a_norm is not None:
             yield _vector(at + "attn_q_a_norm.weight", p.q_a_norm)
         yield _vector(at + "attn_kv_a_norm.weight", p.kv_a_norm)

@@ -4,60 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
+from delta_rule_cases import assert_near, delta_rule_inputs, recurrence
 from torch import Tensor
 
 from kdecode.kernels.kda_recurrence.chunk import delta_rule_chunks
 from kdecode.kernels.kda_recurrence.torch_impl import delta_rule_step
-from kdecode.testing.cases import decay_parameters
 
 HEADS, WIDTH = 2, 32
 
 
 def _inputs(tokens: int, decay: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """qkv (q, k normalised), g, beta, state; fp32.
-
-    decay "bounded": K3's range down to -5. "weak": close to 0. "trained": the softplus form with
-    the A and dt of trained checkpoints. "strong": to e^-30 a token, as an unbounded gate may.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(tokens, 3, HEADS, WIDTH, generator=generator)
-    # Keys of neighbouring tokens are alike: the triangular system is then far from the identity.
-    qkv[:, 1] = 0.3 * qkv[:, 1] + torch.randn(HEADS, WIDTH, generator=generator)
+    """q and k normalised."""
+    qkv, *others = delta_rule_inputs(tokens, decay, heads=HEADS, width=WIDTH, seed=seed)
     qkv[:, :2] = torch.nn.functional.normalize(qkv[:, :2], dim=-1)
     qkv[:, 0] *= WIDTH**-0.5
-    noise = torch.randn(tokens, HEADS, WIDTH, generator=generator)
-    if decay == "trained":
-        a_log, dt_bias = decay_parameters(HEADS, WIDTH, generator)
-        z = noise + dt_bias.view(HEADS, WIDTH)
-        g = -a_log.exp().unsqueeze(-1) * torch.nn.functional.softplus(z)
-    else:
-        g = {
-            "bounded": -5 * torch.sigmoid(4 * noise),
-            "weak": -1e-3 * torch.sigmoid(noise),
-            "strong": -30 * torch.sigmoid(4 * noise),
-        }[decay]
-    beta = torch.sigmoid(torch.randn(tokens, HEADS, generator=generator) + 2)
-    state = torch.randn(HEADS, WIDTH, WIDTH, generator=generator)
-    return qkv, g, beta, state
+    return (qkv, *others)
 
 
 def _recurrence(qkv: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Token by token in fp64, straight from the definition."""
-    q, k, v = qkv.double().unbind(1)
-    g, beta, state = g.double(), beta.double(), state.double()
-    outs = []
-    for t in range(q.shape[0]):
-        state = g[t].exp().unsqueeze(-1) * state
-        u = beta[t].unsqueeze(-1) * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
-        state = state + k[t].unsqueeze(-1) * u.unsqueeze(-2)
-        outs.append(torch.einsum("hk,hkv->hv", q[t], state))
-    return torch.stack(outs), state
+    return recurrence(*qkv.unbind(1), g, beta, state)
 
 
 def _assert_near(actual: Tensor, gold: Tensor, name: str, bound: float = 3e-6) -> None:
-    assert bool(torch.isfinite(actual).all()), name
-    error = (actual.double() - gold).square().sum().sqrt() / gold.square().sum().sqrt()
-    assert error < bound, f"{name}: relative error {error:.3g}"
+    assert_near(actual, gold, name, bound)
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 15, 16, 17, 63, 64, 65, 130, 200])
