@@ -1,7 +1,12 @@
-"""What every test shares: one torch thread, and the two smallest models as checkpoints on disk."""
+"""What every test shares: one torch thread, and the two smallest models as checkpoints on disk.
+
+Without a GPU Triton kernels run in Triton's interpreter, which has to be chosen before Triton is
+imported.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,8 @@ import torch
 from kdecode.model.synthesis import make_checkpoint
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -61,16 +61,20 @@ class Problem:
     max_context_tokens: int
     isa: str  # "avx512", "avx2", "portable"; "" when the native library is not used
     rotation_scale: float | None = None
+    # "sm_90", ...: of a CUDA plan, whose tile sizes depend on it; "" elsewhere.
+    arch: str = ""
 
 
 class PlanMemory:
     """What the static plans of one engine share, because no two of them run at a time.
 
     Buffers and scratch of one name lie in one block: build the plan of most rows first, whose
-    blocks the others use the beginning of. `once` keeps native views of weights.
+    blocks the others use the beginning of. `once` keeps native views of weights. device: where the
+    blocks are; "meta" for a plan that is only compiled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self._blocks: dict[str, torch.Tensor] = {}
         self._views: dict[tuple[str, int], tuple[object, Any]] = {}
 
@@ -80,7 +84,7 @@ class PlanMemory:
         size = math.prod(shape) * dtype.itemsize
         block = self._blocks.get(name)
         if block is None or block.numel() < size:
-            block = self._blocks[name] = torch.empty(size, dtype=torch.uint8)
+            block = self._blocks[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return block[:size].view(dtype).view(*shape)
 
     def once(self, name: str, owner: object, make: Callable[[], Any]) -> Any:
@@ -137,6 +141,13 @@ class Buffers(dict[str, torch.Tensor]):
                 f"a step asks for {dtype} {shape}."
             )
         return tensor
+
+    def counters(self, count: int) -> torch.Tensor:
+        """int32 zeros of one step's own: programs of a CUDA launch count their arrivals in them.
+
+        The last to arrive sets its counter back to zero, so that the next run finds it so.
+        """
+        return torch.zeros(count, dtype=torch.int32, device=self.memory.device)
 
 
 class Prepared(Protocol):

@@ -1,0 +1,88 @@
+"""One launch of a Triton kernel as data: what a step of a CUDA plan is.
+
+A `Launch` is made once, by an op's ``prepare``, from bound tensors; ``run`` launches it. Made from
+tensors on torch's meta device it cannot run, and still says all that a compiler needs: so a plan of
+any shape is compiled for any architecture on a machine without a GPU (`triton_compile.py`).
+
+With TRITON_INTERPRET=1 in the environment when Triton is imported, kernels run in its interpreter,
+on tensors of the CPU, one program after another: no kernel may wait for another program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+# Rows that a kernel is specialised for; a step of R rows takes the smallest that holds them.
+ROW_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """kernel: a ``triton.jit`` function. arguments: by parameter name; tensors, ints and floats.
+    constants: its ``tl.constexpr`` parameters. A zero-sized grid is refused.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Tensor | int | float]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.grid or min(self.grid) < 1:
+            raise ValueError(f"A launch has a grid of at least one program; this is {self.grid}.")
+
+    def run(self) -> None:
+        self.kernel[self.grid](
+            **self.arguments,
+            **self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+
+
+@dataclass(frozen=True)
+class TritonStep:
+    """A prepared step: one launch, and what has to stay alive for it beside its arguments."""
+
+    launch: Launch
+    alive: tuple[object, ...] = ()
+
+    def run(self) -> None:
+        self.launch.run()
+
+
+def row_block(rows: int) -> int:
+    """The smallest number of `ROW_BLOCKS` that is at least ``rows``; ValueError above the last."""
+    for block in ROW_BLOCKS:
+        if rows <= block:
+            return block
+    raise ValueError(f"{rows} rows; the kernels of a plan take at most {ROW_BLOCKS[-1]}.")
+
+
+def tensor_for(
+    tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, name: str = "tensor"
+) -> Tensor:
+    """The tensor itself, once its dtype, shape and contiguity are what a kernel reads.
+
+    ValueError otherwise: a kernel gets a bare pointer and would read past it.
+    """
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}"
+            f"{'' if tensor.is_contiguous() else ', not contiguous'}; the kernel takes {dtype} "
+            f"{list(shape)}, contiguous."
+        )
+    return tensor
+
+
+def divide_up(size: int, block: int) -> int:
+    """Blocks that cover ``size``."""
+    return int(triton.cdiv(size, block))

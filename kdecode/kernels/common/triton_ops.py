@@ -1,0 +1,45 @@
+"""Device functions that several Triton kernels share.
+
+Rounding is that of ARCHITECTURE.md: sums in fp32, one rounding to bf16 where a buffer is written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies the bits of bf16 numbers as integers, so there they become fp32 first.
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def dot_bf16(a, b, acc):
+    """acc + a b for bf16 a [M, K], b [K, N] and fp32 acc, exact products, fp32 sums."""
+    if IS_INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def round_bf16(x):
+    """fp32 values that bf16 can hold: what the next stage would read from a buffer."""
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def is_last_arrival(counter, expected):
+    """Whether this program is the last of ``expected`` that came here; resets the counter then.
+
+    What every program stored before is visible to the last one after this. Nobody waits.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
