@@ -38,8 +38,8 @@ DRAFT_SEQUENCES = 8
 class Work:
     """The working folder: where each stage leaves what the next one reads."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, device: str) -> None:
+        self.folder, self.device = folder, device
         folder.mkdir(parents=True, exist_ok=True)
         self.figures_file = folder / "figures.json"
 
@@ -61,8 +61,8 @@ class Work:
 
     def target(self) -> Target:
         """The trained target."""
-        target = Target(sizes.model_config(), SEED)
-        state = torch.load(self.folder / "target.pt", weights_only=True)
+        target = Target(sizes.model_config(), SEED, device=self.device)
+        state = torch.load(self.folder / "target.pt", weights_only=True, map_location="cpu")
         target.load(state["learner"])
         return target
 
@@ -98,7 +98,7 @@ def pretrain(work: Work, minutes: float | None) -> bool:
     train_ids, held_out = work.streams()
     figures = work.figures()
     bytes_per_token = float(figures["held_out_bytes"]) / float(figures["held_out_tokens"])
-    target = Target(sizes.model_config(), SEED)
+    target = Target(sizes.model_config(), SEED, device=work.device)
     batches = Batches(work.tokenizer(), train_ids, SEED)
     return train(
         Pretraining(target, batches, held_out, bytes_per_token),
@@ -135,10 +135,9 @@ def export(work: Work, minutes: float | None) -> bool:
     """Both checkpoints in the released layout, in the folders ``model`` and ``draft``."""
     tokenizer = work.tokenizer()
     tokens = [tokenizer.token_bytes(rank) for rank in range(tokenizer.num_base)]
-    export_target(
-        work.folder / "model", sizes.document(), work.target().state(), tokens, sizes.generation()
-    )
-    state = torch.load(work.folder / "draft.pt", weights_only=True)
+    trained = {slot: tensor.cpu() for slot, tensor in work.target().state().items()}
+    export_target(work.folder / "model", sizes.document(), trained, tokens, sizes.generation())
+    state = torch.load(work.folder / "draft.pt", weights_only=True, map_location="cpu")
     export_draft(work.folder / "draft", sizes.draft_document(), state["learner"])
     return True
 
@@ -152,10 +151,11 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="working folder")
     parser.add_argument("--minutes", type=float, help="end a training after so long")
     parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--device", default="cpu", help="of both trainings: cpu or cuda")
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    work = Work(args.work)
+    work = Work(args.work, args.device)
     for name, stage in STAGES.items():
         if args.stage in (name, "all") and not stage(work, args.minutes):
             print(f"{name}: stopped before its end; the same command goes on.")

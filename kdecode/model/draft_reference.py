@@ -158,7 +158,7 @@ def frequencies(rope: RopeConfig) -> Tensor:
 
 def rotate(rope: RopeConfig, x: Tensor, positions: Tensor, rounding: Rounding) -> Tensor:
     """Turns the last axis of x [T, ..., dim] by its position, rounded once."""
-    angles = positions.double().unsqueeze(-1) * frequencies(rope)
+    angles = positions.double().unsqueeze(-1) * frequencies(rope).to(positions.device)
     shape = (x.shape[0], *[1] * (x.dim() - 2), rope.dim // 2)
     cos = rounding.wide(angles.cos() * rope.amplitude).view(shape)
     sin = rounding.wide(angles.sin() * rope.amplitude).view(shape)

@@ -32,7 +32,8 @@ class Distillation:
     ) -> None:
         """held_out [S, T] ids; sequences: of one step."""
         self._draft, self._target, self._batches = draft, target, batches
-        self._held_out, self._sequences = held_out[:_HELD_OUT_SEQUENCES], sequences
+        self._held_out = held_out[:_HELD_OUT_SEQUENCES].to(target.device)
+        self._sequences = sequences
 
     def state(self) -> dict[str, Tensor]:
         return self._draft.state()
@@ -41,11 +42,11 @@ class Distillation:
         self._draft.load(state)
 
     def step(self, step: int) -> dict[str, float]:
-        batch = self._batches.at(step)
+        batch = self._batches.at(step).to(self._target.device)
         # Long sequences are cut, so that every step has the same number of rounds.
         ids = batch[:, : SHORT_TOKENS + 1].repeat(self._sequences, 1)[: self._sequences]
         losses, accepted = self._losses(ids, torch.Generator().manual_seed(step))
-        sum(losses.values(), start=torch.zeros(())).backward()
+        torch.stack(list(losses.values())).sum().backward()
         figures = {name: float(value.detach()) for name, value in losses.items()}
         return {**figures, "accepted_length": expected_length(accepted)}
 
@@ -59,19 +60,19 @@ class Distillation:
 
     def _losses(self, ids: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         """-> losses by name, and the mass accepted at each place [rounds, N]."""
-        tokens = ids.shape[1]
+        tokens, device = ids.shape[1], ids.device
         shape = (ids.shape[0], ROUNDS_PER_SEQUENCE)
-        anchors = torch.randint(1, tokens - NUM_DRAFTS, shape, generator=generator)
+        anchors = torch.randint(1, tokens - NUM_DRAFTS, shape, generator=generator).to(device)
         with torch.no_grad():
             seen = self._target(ids, taps=self._draft.config.taps)
-            places = anchors.unsqueeze(-1) + torch.arange(NUM_DRAFTS)
+            places = anchors.unsqueeze(-1) + torch.arange(NUM_DRAFTS, device=device)
             rows = places.flatten(1).unsqueeze(-1).expand(-1, -1, seen.hidden.shape[-1])
             hidden = seen.hidden.gather(1, rows).view(*places.shape, -1)
             wanted = torch.softmax(seen.logits(hidden).float(), dim=-1)
             taps = torch.stack([seen.taps[layer] for layer in self._draft.config.taps], dim=2)
         rounds = self._draft(taps, ids, anchors, NUM_DRAFTS)
         log_drafts = torch.log_softmax(rounds.logits.float(), dim=-1)
-        weight = _PLACE_DECAY ** torch.arange(NUM_DRAFTS)
+        weight = _PLACE_DECAY ** torch.arange(NUM_DRAFTS, device=device)
         weight = weight / weight.sum()
         entropy = -(wanted * log_drafts).sum(-1)
         overlap = torch.minimum(wanted, log_drafts.exp()).sum(-1)

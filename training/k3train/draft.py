@@ -47,7 +47,7 @@ class Draft:
         self._embed, self._head = embed.detach().to(dtype), lm_head.detach().to(dtype)
         generator = torch.Generator().manual_seed(seed)
         self.parameters = {
-            slot: _initial(slot, spec.shape, config, generator).requires_grad_()
+            slot: _initial(slot, spec.shape, config, generator).to(embed.device).requires_grad_()
             for slot, spec in draft_slots(config).items()
             if slot != "embed"
         }
@@ -70,7 +70,7 @@ class Draft:
         config, eps = self.config, self.config.rms_eps
         context = F.linear(taps.flatten(-2).to(self.dtype), w["context_proj"])
         context = rms_norm(context, w["context_norm"], eps)
-        places = anchors.unsqueeze(-1) + torch.arange(num_drafts)  # [B, A, N]
+        places = anchors.unsqueeze(-1) + torch.arange(num_drafts, device=ids.device)  # [B, A, N]
         previous = ids.gather(1, places.flatten(1)).view_as(places)
         tokens = torch.full_like(places, config.mask_id)
         tokens[..., 0] = previous[..., 0]
@@ -109,7 +109,7 @@ class Draft:
         rows = F.linear(torch.cat([context, h], dim=1), w[f"{start}kv_a_proj"])
         latent, key = rows.split([mla.kv_rank, mla.rope_dim], dim=-1)
         latent = rms_norm(latent, w[f"{start}kv_a_norm"], mla.latent_norm_eps)
-        before = torch.arange(context.shape[1]).expand(h.shape[0], -1)
+        before = torch.arange(context.shape[1], device=h.device).expand(h.shape[0], -1)
         key = self._rotate(key, torch.cat([before, positions], dim=1)).unsqueeze(-2)
         up = F.linear(latent, w[f"{start}kv_b_proj"]).unflatten(-1, (mla.num_heads, -1))
         up, value = up.split([mla.nope_dim, mla.v_dim], dim=-1)
@@ -132,9 +132,10 @@ class Draft:
 def _seen(anchors: Tensor, tokens: int, num_drafts: int) -> Tensor:
     """[B, A * N, T + A * N]: the tokens before the round's anchor, and the round's own rows."""
     batch, rounds = anchors.shape
-    before = torch.arange(tokens) < anchors.unsqueeze(-1)  # [B, A, T]
+    before = torch.arange(tokens, device=anchors.device) < anchors.unsqueeze(-1)  # [B, A, T]
     before = before.repeat_interleave(num_drafts, dim=1)
-    own = torch.eye(rounds, dtype=torch.bool).repeat_interleave(num_drafts, 0)
+    own = torch.eye(rounds, dtype=torch.bool, device=anchors.device)
+    own = own.repeat_interleave(num_drafts, 0)
     own = own.repeat_interleave(num_drafts, 1).expand(batch, -1, -1)
     return torch.cat([before, own], dim=-1)
 

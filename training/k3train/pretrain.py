@@ -60,7 +60,8 @@ class Pretraining:
         """held_out_bytes: bytes of text a held-out token stands for."""
         self._target, self._batches = target, batches
         usable = min(HELD_OUT_TOKENS, (len(held_out) - 1) // SHORT_TOKENS * SHORT_TOKENS)
-        self._held_out = torch.from_numpy(held_out[: usable + 1].astype(np.int64))
+        kept = torch.from_numpy(held_out[: usable + 1].astype(np.int64))
+        self._held_out = kept.to(target.device)
         self._bytes_per_token = held_out_bytes
 
     def state(self) -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ class Pretraining:
         self._target.load(state)
 
     def step(self, step: int) -> dict[str, float]:
-        batch = self._batches.at(step)
+        batch = self._batches.at(step).to(self._target.device)
         forward = self._target(batch[:, :-1])
         loss = cross_entropy(forward.logits(), batch[:, 1:])
         loss.backward()

@@ -92,7 +92,7 @@ def resume(learner: Learner, optimiser: Optimiser, state_file: Path) -> int:
     """Loads the state, if there is one; -> the next step."""
     if not state_file.exists():
         return 0
-    state = torch.load(state_file, weights_only=True)
+    state = torch.load(state_file, weights_only=True, map_location="cpu")
     learner.load(state["learner"])
     optimiser.load(state["optimiser"])
     return int(state["step"])

@@ -29,15 +29,21 @@ _HALF_LIFE_DECADES = 3.0
 class Target:
     """Parameters by slot, ``layers.N.`` before those of a layer, and the forward pass."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+    ) -> None:
+        self.config, self.device = config, device
         # dtype of products and activations; parameters are fp32.
         self.dtype = dtype
         self.parameters: dict[str, Tensor] = {}
         self.router_bias: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
         for slot, shape in slot_shapes(config).items():
-            value = _initial(config, slot, shape, generator)
+            value = _initial(config, slot, shape, generator).to(device)
             if slot.endswith("router_bias"):
                 self.router_bias[slot] = value
             else:
@@ -345,7 +351,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     grown, shrunk = total.exp(), (-total).exp()
     q_now, k_now, k_then = q * grown, k * grown, k * shrunk
     lower = (beta * (k_now @ k_then.mT)).tril(-1)
-    identity = torch.eye(CHUNK_TOKENS, dtype=q.dtype)
+    identity = torch.eye(CHUNK_TOKENS, dtype=q.dtype, device=q.device)
     rhs = torch.cat([beta * v, beta * k_now], dim=-1)
     solved = torch.linalg.solve_triangular(identity + lower, rhs, upper=False, unitriangular=True)
     own, read = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
