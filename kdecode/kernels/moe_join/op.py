@@ -1,0 +1,23 @@
+"""moe_join: the end of a mixture of experts, and what the next block reads.
+
+    routed    = bf16(latent_up RMSNorm(expert_sum; latent_norm))       expert_sum without latents
+    shared    = bf16(shared_down shared_product)                       the product is moe_gate's
+    mlp_delta = bf16(routed + shared);  prefix = bf16(prefix + mlp_delta)
+
+Without shared experts mlp_delta is routed. With few rows (`common/mix_norm.py: is_fused`) the
+program that ends last goes on with the mix and norm of the next layer's attention, or of the head,
+and the contract is ``with_mix_norm(CONTRACT, place)``. Weights: `common/mix_norm.py: JoinWeights`.
+"""
+
+from __future__ import annotations
+
+from kdecode.kernels.contract import OpContract, Tolerance
+
+CONTRACT = OpContract(
+    name="moe_join",
+    covers=("latent_up", "shared_mlp", "mlp_residual"),
+    reads=("expert_sum", "shared_product", "prefix"),
+    writes=("routed", "shared", "mlp_delta", "prefix"),
+    mutates=("prefix",),
+    tolerance=Tolerance(rtol=2e-2, atol=2e-2, rms_ratio=1e-2),
+)
