@@ -1,4 +1,4 @@
-"""The named buffers of a forward step, as ARCHITECTURE.md lists them: their shapes and dtypes."""
+"""The named buffers of a forward step, as ARCHITECTURE.md lists them: shapes, dtypes, memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from kdecode.config import ModelConfig
 from kdecode.decode.plan import Buffer
+from kdecode.kernels.common.step import RowEffects
+from kdecode.kernels.contract import Buffers, PlanMemory
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
@@ -55,6 +57,48 @@ def value_buffers(config: ModelConfig, rows: int | str) -> tuple[Buffer, ...]:
     if "moe" in config.mlp_kinds:
         names |= _moe_buffers(config, rows)
     return tuple(Buffer(name, shape, dtype) for name, (shape, dtype) in names.items())
+
+
+def device_buffers(config: ModelConfig, rows: int) -> tuple[Buffer, ...]:
+    """More values of a CUDA plan, whose steps end inside of a stage."""
+    mla, moe = config.mla, config.moe
+    names: _Names = {}
+    if "mla" in config.layer_kinds and mla.q_rank is not None:
+        names["mla_q"] = ((rows, mla.num_heads * mla.qk_dim), BF16)
+    if "moe" in config.mlp_kinds:
+        names["expert_product"] = ((rows, moe.top_k, moe.expert_width), BF16)
+    if "dense" in config.mlp_kinds:
+        names["dense_product"] = ((rows, config.dense_width), BF16)
+    return tuple(Buffer(name, shape, dtype) for name, (shape, dtype) in names.items())
+
+
+def allocate(specs: tuple[Buffer, ...], memory: PlanMemory | None) -> Buffers:
+    """The buffers of a static plan. memory: that it shares with others; None for its own."""
+    buffers = Buffers(memory=memory)
+    for spec in specs:
+        shape = [int(size) for size in spec.shape]
+        buffers[spec.name] = buffers.memory.take(spec.name, shape, spec.dtype)
+    return buffers
+
+
+def row_effects(config: ModelConfig, rows: int, memory: PlanMemory) -> dict[int, RowEffects]:
+    """Where the rows of a verify step are recorded, by KDA layer."""
+    kda = config.kda
+    heads = (rows, kda.num_heads, kda.head_dim)
+
+    def take(layer: int, name: str) -> torch.Tensor:
+        return memory.take(f"effects.{layer}.{name}", heads, FP32)
+
+    return {
+        layer: RowEffects(
+            keys=take(layer, "keys"),
+            decays=take(layer, "decays"),
+            corrections=take(layer, "corrections"),
+            samples=memory.take(f"effects.{layer}.samples", (rows, 3 * kda.width), BF16),
+        )
+        for layer, kind in enumerate(config.layer_kinds)
+        if kind == "kda"
+    }
 
 
 def _kda_buffers(config: ModelConfig, rows: int | str) -> _Names:

@@ -17,14 +17,19 @@ import torch
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
-from kdecode.decode.buffers import input_buffers, rotation_buffers, value_buffers
-from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
+from kdecode.decode.buffers import (
+    allocate,
+    input_buffers,
+    rotation_buffers,
+    row_effects,
+    value_buffers,
+)
+from kdecode.decode.plan import DecodePlan, Step, cannot_run
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.traffic import op_weight_bytes
 from kdecode.kernels import table
 from kdecode.kernels.common.fused import refuse_device
 from kdecode.kernels.common.native import MAX_ROWS, NativeStep, Pool, Program
-from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, OpContract, PlanMemory, Problem
 from kdecode.model.layout import PackedModel
 from kdecode.model.stages import layer_stages
@@ -147,9 +152,12 @@ def build(
     memory: that the plans of one engine share; None for a plan on its own.
     """
     described = describe(deployment, packed, rows, rows_per_request)
-    buffers = _allocate(described.buffer_specs, deployment, caches, memory)
+    buffers = allocate(described.buffer_specs, memory)
+    buffers.caches = caches
+    buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)
+    buffers.pool = deployment.pool
     if rows_per_request > 1:
-        buffers.effects = _allocate_effects(deployment.config, rows, buffers.memory)
+        buffers.effects = row_effects(deployment.config, rows, buffers.memory)
     program = Program(deployment.pool, deployment.isa)
     steps = []
     for step in described.steps:
@@ -209,39 +217,6 @@ def _distinct_ops(config: ModelConfig) -> list[tuple[str, int | None]]:
         for op in layer_ops(config, layer):
             first.setdefault(op, layer)
     return list(first.items())
-
-
-def _allocate(
-    specs: tuple[Buffer, ...], deployment: Deployment, caches: Caches, memory: PlanMemory | None
-) -> Buffers:
-    buffers = Buffers(memory=memory)
-    for spec in specs:
-        shape = [int(size) for size in spec.shape]
-        buffers[spec.name] = buffers.memory.take(spec.name, shape, spec.dtype)
-    buffers.caches = caches
-    buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)
-    buffers.pool = deployment.pool
-    return buffers
-
-
-def _allocate_effects(config: ModelConfig, rows: int, memory: PlanMemory) -> dict[int, RowEffects]:
-    """Where the rows of a verify step are recorded, by KDA layer."""
-    kda = config.kda
-    heads = (rows, kda.num_heads, kda.head_dim)
-
-    def take(layer: int, name: str) -> torch.Tensor:
-        return memory.take(f"effects.{layer}.{name}", heads, torch.float32)
-
-    return {
-        layer: RowEffects(
-            keys=take(layer, "keys"),
-            decays=take(layer, "decays"),
-            corrections=take(layer, "corrections"),
-            samples=memory.take(f"effects.{layer}.samples", (rows, 3 * kda.width), torch.bfloat16),
-        )
-        for layer, kind in enumerate(config.layer_kinds)
-        if kind == "kda"
-    }
 
 
 def _build_commit(

@@ -73,7 +73,7 @@ def make_model(
             mlp = _quantised(mlp, generator) if form == "k3" else mlp
         layers.append(replace(layer, mlp=mlp))
     parameters = replace(parameters, layers=tuple(layers))
-    return Model(config, parameters, _Packer(config, trunk).model(parameters))
+    return Model(config, parameters, packed_model(config, parameters, trunk))
 
 
 def _decided(moe: MoeParameters, generator: torch.Generator) -> MoeParameters:
@@ -95,6 +95,11 @@ def _quantised(moe: MoeParameters, generator: torch.Generator) -> MoeParameters:
 
     drawn = {name: tuple(draw(w) for w in getattr(moe, name)) for name in ("w1", "w3", "w2")}
     return replace(moe, **drawn)
+
+
+def packed_model(config: ModelConfig, parameters: ModelParameters, trunk: str) -> PackedModel:
+    """trunk "rows" or "tiles"; MXFP4 experts are in tiles in both."""
+    return _Packer(config, trunk).model(parameters)
 
 
 @dataclass(frozen=True)
