@@ -8,8 +8,9 @@ The second line is the recurrence with the corrections u known; the torch form i
     S = e^{sum of g_1..m} S + sum over t of (e^{sum of g_t+1..m} k_t) u_t^T
 
 and the native and Triton forms run it row by row in registers, so that the state has the bits of m
-plain steps. Rows behind m are not read. Covers no stage: it runs between two steps, once it is known how
-many rows stay: ``kept_rows`` int32 [requests, 3], a line (slot, first row, m) each, m 0 for none.
+plain steps. Rows behind m are not read. Covers no stage: it runs between two steps, once it is
+known how many rows stay: ``kept_rows`` int32 [requests, 3], a line (slot, first row, m) each, m 0
+for none.
 
 The native form is a step of one layer; the Triton form is prepared without one (``problem.layer``
 None) and moves every layer of ``buffers.effects`` in one launch.
