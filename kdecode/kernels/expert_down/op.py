@@ -1,0 +1,21 @@
+"""expert_down: the weighted sum of the outputs of each row's experts.
+
+    e_k        = bf16(down_e expert_product[r, k])                  e: route_ids[r, k]
+    expert_sum = bf16(sum_k route_weights[r, k] e_k)                fp32, in an order of its own
+
+In a step of many rows each distinct expert is read once, for all rows that chose it. An id outside
+[0, E) reads nothing and makes its row NaN.
+"""
+
+from __future__ import annotations
+
+from kdecode.kernels.contract import OpContract, Tolerance
+
+CONTRACT = OpContract(
+    name="expert_down",
+    covers=("experts",),
+    reads=("expert_product", "route_ids", "route_weights"),
+    writes=("expert_sum",),
+    mutates=(),
+    tolerance=Tolerance(rtol=2e-2, atol=2e-2, rms_ratio=1e-2),
+)
