@@ -6,6 +6,7 @@ import torch
 
 from kdecode.config import ModelConfig
 from kdecode.decode.plan import Buffer
+from kdecode.kernels.common.mla_splits import max_splits
 from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, PlanMemory
 
@@ -65,6 +66,10 @@ def device_buffers(config: ModelConfig, rows: int) -> tuple[Buffer, ...]:
     names: _Names = {}
     if "mla" in config.layer_kinds and mla.q_rank is not None:
         names["mla_q"] = ((rows, mla.num_heads * mla.qk_dim), BF16)
+    if "mla" in config.layer_kinds:
+        splits = (rows, max_splits(rows), mla.num_heads)
+        names["mla_split_sums"] = ((*splits, mla.kv_rank), FP32)
+        names["mla_split_stats"] = ((*splits, 2), FP32)
     if "moe" in config.mlp_kinds:
         names["expert_product"] = ((rows, moe.top_k, moe.expert_width), BF16)
     if "dense" in config.mlp_kinds:
