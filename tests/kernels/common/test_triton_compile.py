@@ -61,7 +61,7 @@ def test_spilled_registers_and_shared_memory_are_seen(report: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("broken", "common.*broken for sm_90: .*power of 2"),
+        ("broken", "broken for sm_90: .*power of 2"),
         ("arch", "arch is 'sm_80'; it must be one of sm_90, sm_100, sm_103"),
         ("missing", "square has the parameter out; the launch has not"),
         ("unknown", "square has no parameter N"),
