@@ -56,22 +56,32 @@ class RequestTiming:
     """Arrival times of one request's output chunks, on one clock.
 
     send_ns: the request was sent. intended_ns: when it should have been sent, where the load is
-    scheduled. A chunk's tokens arrive together.
+    scheduled. A chunk's tokens arrive together. chunk_tokens: None where a server tells the sum
+    alone, total_tokens; then nothing per token after the first chunk is defined.
     """
 
     send_ns: int
     chunk_ns: tuple[int, ...]
-    chunk_tokens: tuple[int, ...]
+    chunk_tokens: tuple[int, ...] | None
     intended_ns: int | None = None
+    total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.chunk_ns) != len(self.chunk_tokens) or not self.chunk_ns:
+        counts = self.chunk_tokens
+        if counts is None and self.total_tokens is None:
+            raise MetricError("A request needs the tokens of its chunks, or their sum.")
+        if not self.chunk_ns or (counts is not None and len(counts) != len(self.chunk_ns)):
             raise MetricError(
                 f"A request needs one time and one token count a chunk and at least one chunk; it "
-                f"has {len(self.chunk_ns)} times and {len(self.chunk_tokens)} counts."
+                f"has {len(self.chunk_ns)} times and {len(counts or ())} counts."
             )
-        if min(self.chunk_tokens) < 1:
-            raise MetricError(f"A chunk has {min(self.chunk_tokens)} tokens; the least is 1.")
+        if counts is not None and min(counts) < 1:
+            raise MetricError(f"A chunk has {min(counts)} tokens; the least is 1.")
+        if None not in (counts, self.total_tokens) and sum(counts or ()) != self.total_tokens:
+            raise MetricError(
+                f"The chunks of a request have {sum(counts or ())} tokens and the request has "
+                f"{self.total_tokens}."
+            )
         times = (self.send_ns, *self.chunk_ns)
         if any(later < earlier for earlier, later in itertools.pairwise(times)):
             raise MetricError(
@@ -81,10 +91,13 @@ class RequestTiming:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """One request by the formulas above; seconds, tokens and tokens a second."""
+    """One request by the formulas above; seconds, tokens and tokens a second.
+
+    f is None where the tokens of single chunks are not known.
+    """
 
     n: int
-    f: int
+    f: int | None
     ttft_s: float
     e2e_s: float
     decode_s: float
@@ -100,9 +113,19 @@ class RequestMetrics:
     def tokens_per_chunk(self) -> float:
         return self.n / (len(self.icl_s) + 1)
 
+    @property
+    def decoded(self) -> int:
+        """Tokens after the first chunk; 0 where that is not known."""
+        return 0 if self.f is None else self.n - self.f
+
 
 def request_metrics(timing: RequestTiming) -> RequestMetrics:
-    n, f = sum(timing.chunk_tokens), timing.chunk_tokens[0]
+    if timing.chunk_tokens is None:
+        assert timing.total_tokens is not None
+        n, f = timing.total_tokens, None
+    else:
+        n, f = sum(timing.chunk_tokens), timing.chunk_tokens[0]
+    decoded = 0 if f is None else n - f
     e2e_ns = timing.chunk_ns[-1] - timing.send_ns
     decode_ns = timing.chunk_ns[-1] - timing.chunk_ns[0]
     gaps = itertools.pairwise(timing.chunk_ns)
@@ -112,8 +135,8 @@ def request_metrics(timing: RequestTiming) -> RequestMetrics:
         ttft_s=_seconds(timing.chunk_ns[0] - timing.send_ns),
         e2e_s=_seconds(e2e_ns),
         decode_s=_seconds(decode_ns),
-        decode_tps=_divide(n - f, _seconds(decode_ns)) if n > f else None,
-        tpot_s=_seconds(decode_ns) / (n - f) if n > f else None,
+        decode_tps=_divide(decoded, _seconds(decode_ns)) if decoded else None,
+        tpot_s=_seconds(decode_ns) / decoded if decoded else None,
         tpot_n1_s=_seconds(decode_ns) / (n - 1) if n > 1 else None,
         ntpot_s=_seconds(e2e_ns) / n,
         e2e_tps=_divide(n, _seconds(e2e_ns)),
@@ -212,7 +235,7 @@ def summarize(records: Sequence[GenerationRecord]) -> ArmSummary:
     if not records:
         raise MetricError("An arm without records has no summary.")
     requests = [record.metrics() for record in records]
-    decoding = [request for request in requests if request.n > request.f]
+    decoding = [request for request in requests if request.decoded]
     prefill_s = [_seconds(record.prefill_ns) for record in records]
     prompt_tokens = sum(record.prompt_tokens for record in records)
     output_tokens = sum(request.n for request in requests)
@@ -230,7 +253,7 @@ def summarize(records: Sequence[GenerationRecord]) -> ArmSummary:
         ttft_s=_spread([request.ttft_s for request in requests]),
         e2e_s=_spread([request.e2e_s for request in requests]),
         decode_tps=_divide(
-            sum(request.n - request.f for request in decoding),
+            sum(request.decoded for request in decoding),
             sum(request.decode_s for request in decoding),
         ),
         tpot_s=_optional_spread([r.tpot_s for r in decoding if r.tpot_s is not None]),

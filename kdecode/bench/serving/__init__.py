@@ -1,0 +1,1 @@
+"""Servers with OpenAI's interface, measured from outside: the client, its load, the comparison."""

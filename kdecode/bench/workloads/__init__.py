@@ -1,0 +1,1 @@
+"""What is sent to servers: requests with their times, read from files or made from a seed."""
