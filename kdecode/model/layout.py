@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP, LosslessPacking, ModelConfig
+from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.matrix import (
     GROUP_BYTES,
     INTEGER_BITS,
+    ROW_FORMATS,
     TILE_ROWS,
     Matrix,
     empty_huge,
     num_tiles,
     pack12_shape,
+    pack_mxfp4_rows,
     pack_mxfp4_tiles,
     pack_rows,
     pack_tiles,
@@ -41,6 +44,8 @@ from kdecode.model.parameters import (
 from kdecode.model.weights import CheckpointReader
 
 TrunkFormat = Literal["rows", "tiles", "tiles12", "int8_tiles", "int4_tiles"]
+# How MXFP4 experts are stored, whatever the trunk's format is.
+Mxfp4Format = Literal["mxfp4_tiles", "mxfp4_rows"]
 _Packed = TypeVar("_Packed")
 
 
@@ -72,8 +77,9 @@ class PackedMla:
 
 @dataclass(frozen=True)
 class PackedMlp:
-    # [2*width, M]. "rows": gate rows, then up rows. Tile formats: 16 gate rows, 16 up rows,
-    # alternating, so that one thread has both halves of a product; width is a multiple of 16 there.
+    # [2*width, M]. "rows", "mxfp4_rows": gate rows, then up rows. Tile formats: 16 gate rows, 16 up
+    # rows, alternating, so that one thread has both halves of a product; width is a multiple of 16
+    # there.
     gate_up: Matrix
     down: Matrix  # [M, width]
 
@@ -86,7 +92,8 @@ class PackedMoe:
     latent_norm: Tensor | None  # [L] fp32
     latent_up: Matrix | None  # [M, L]
     shared: PackedMlp | None
-    experts: tuple[PackedMlp, ...]  # E; width F, model side L or M
+    # E; width F, model side L or M. Those in "rows" and "mxfp4_rows" are one `ExpertStack`.
+    experts: tuple[PackedMlp, ...]
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ def pack_model(
     progress: Callable[[int, int], None] | None = None,
     device: str = "cpu",
     isa: str | None = None,
+    mxfp4: Mxfp4Format | None = None,
 ) -> PackedModel:
     """Packs a checkpoint layer by layer; each layer's mapped pages are given back once copied.
 
@@ -122,6 +130,7 @@ def pack_model(
     never holds a second model. isa: of the kernels that prove "tiles12" exact, None for the best; a
     matrix that does not pack well is in "tiles" there. Integers are rounded: every matrix but the
     router and MXFP4 experts, if its columns are a multiple of 32. progress(layers done, layers).
+    mxfp4: of MXFP4 experts; None for what the device's kernels read.
 
     Raises CheckpointError for a bad or incomplete checkpoint and ValueError for a size that the
     format cannot hold.
@@ -132,7 +141,7 @@ def pack_model(
             f"{', '.join(get_args(TrunkFormat))}."
         )
     config = reader.config
-    pack = _Packer(config, trunk_format, isa)
+    pack = _Packer(config, trunk_format, isa, mxfp4 or mxfp4_format(device))
     embed = pack_rows([reader.load_embed()]).data
     reader.drop_outside()
     layers = []
@@ -193,6 +202,11 @@ def _packed_tiles(
     return pack12(matrix, isa, out) or matrix
 
 
+def mxfp4_format(device: str) -> Mxfp4Format:
+    """How the kernels of a device read MXFP4 experts."""
+    return "mxfp4_rows" if torch.device(device).type == "cuda" else "mxfp4_tiles"
+
+
 def tile_format(isa: str, packing: LosslessPacking) -> TrunkFormat:
     """How the native kernels' bf16 matrices are stored."""
     from kdecode.kernels.common.packed12 import FAST_ISAS
@@ -205,11 +219,15 @@ def tile_format(isa: str, packing: LosslessPacking) -> TrunkFormat:
 def to_device(packed: _Packed, device: str) -> _Packed:
     """The same tensors on another device: of a tensor, a tuple or a dataclass of such.
 
-    What is there already is not copied, and anything else is returned as it is.
+    What is there already is not copied, and anything else is returned as it is. Experts that lie in
+    one block do so there.
     """
     moved: Any = packed
     if isinstance(packed, Tensor):
         moved = packed.to(device)
+    elif _is_stack(packed):
+        stack = to_device(ExpertStack.of(packed), device)  # type: ignore[arg-type]
+        moved = tuple(PackedMlp(*pair) for pair in stack.matrices())
     elif isinstance(packed, tuple):
         moved = tuple(to_device(item, device) for item in packed)
     elif is_dataclass(packed) and not isinstance(packed, type | ModelConfig):
@@ -219,11 +237,19 @@ def to_device(packed: _Packed, device: str) -> _Packed:
     return result
 
 
+def _is_stack(packed: object) -> bool:
+    """Whether these are the experts of a layer, in one block."""
+    if not isinstance(packed, tuple) or not packed or not isinstance(packed[0], PackedMlp):
+        return False
+    return packed[0].gate_up.format in ROW_FORMATS
+
+
 @dataclass(frozen=True)
 class _Packer:
     config: ModelConfig
     trunk_format: TrunkFormat
     isa: str | None
+    mxfp4: Mxfp4Format = "mxfp4_tiles"
 
     def layer(self, p: LayerParameters) -> PackedLayer:
         attention, mlp = p.attention, p.mlp
@@ -311,16 +337,13 @@ class _Packer:
         """The experts of a layer share one block of memory for each kind of matrix."""
         count = len(p.w1)
         width, side = p.w1[0].shape
-        if self.config.moe.expert_format == "bf16" and self.trunk_format == "rows":
-            gate_up_rows = empty_huge((count, 2 * width, side), torch.bfloat16)
-            down_rows = empty_huge((count, side, width), torch.bfloat16)
-            return tuple(
-                PackedMlp(
-                    pack_rows([_dense(w1), _dense(w3)], gate_up_rows[expert]),
-                    pack_rows([_dense(w2)], down_rows[expert]),
-                )
-                for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True))
-            )
+        is_coded = self.config.moe.expert_format == "mxfp4"
+        if self.mxfp4 == "mxfp4_rows" if is_coded else self.trunk_format == "rows":
+            stack = ExpertStack.empty("mxfp4_rows" if is_coded else "rows", count, width, side)
+            for pair, w1, w3, w2 in zip(stack.matrices(), p.w1, p.w3, p.w2, strict=True):
+                _into_rows([w1, w3], pair[0])
+                _into_rows([w2], pair[1])
+            return tuple(PackedMlp(*pair) for pair in stack.matrices())
         if self.config.moe.expert_format == "bf16" and self.trunk_format != "tiles":
             return self._packed_experts(p)
         gate_up = self._block(count, _pair_tiles(width), side)
@@ -388,6 +411,14 @@ def _interleaved(
     return Matrix("mxfp4_tiles", 2 * rows, cols, data, scales)
 
 
+def _into_rows(weights: Sequence[ExpertWeight], out: Matrix) -> None:
+    """Fills a matrix of a stack with these, one below the other."""
+    if out.scales is None:
+        pack_rows([_dense(weight) for weight in weights], out.data)
+    else:
+        pack_mxfp4_rows([_coded(weight) for weight in weights], (out.data, out.scales))
+
+
 def _into(weight: ExpertWeight, data: Tensor | None, scales: Tensor | None) -> Matrix:
     if isinstance(weight, Mxfp4):
         out = None if data is None or scales is None else (data, scales)
@@ -399,6 +430,12 @@ def _dense(weight: ExpertWeight) -> Tensor:
     if isinstance(weight, Mxfp4):
         raise TypeError("The configuration states bf16 experts; this one is MXFP4.")
     return weight
+
+
+def _coded(weight: ExpertWeight) -> tuple[Tensor, Tensor]:
+    if not isinstance(weight, Mxfp4):
+        raise TypeError("The configuration states MXFP4 experts; this one is bf16.")
+    return weight.packed, weight.scale
 
 
 def _folded_mix(mix: MixParameters | None) -> Tensor | None:

@@ -22,6 +22,7 @@ from kdecode.kernels.common.matrix import (
     num_tiles,
 )
 from kdecode.model.layout import (
+    Mxfp4Format,
     PackedKda,
     PackedLayer,
     PackedMla,
@@ -32,12 +33,14 @@ from kdecode.model.layout import (
 )
 
 
-def outline_model(config: ModelConfig, trunk_format: TrunkFormat) -> PackedModel:
+def outline_model(
+    config: ModelConfig, trunk_format: TrunkFormat, mxfp4: Mxfp4Format = "mxfp4_tiles"
+) -> PackedModel:
     """`layout.pack_model` of any checkpoint of this configuration, but for the data.
 
     The experts of a layer are one object, repeated. A checkpoint's own cache scales are not known.
     """
-    outline = _Outline(config, trunk_format)
+    outline = _Outline(config, trunk_format, mxfp4)
     width = config.hidden_size
     return PackedModel(
         config=config,
@@ -64,6 +67,7 @@ def outline_bytes(value: Any) -> int:
 class _Outline:
     config: ModelConfig
     trunk_format: TrunkFormat
+    mxfp4: Mxfp4Format
 
     def layer(self, number: int) -> PackedLayer:
         config, width = self.config, self.config.hidden_size
@@ -146,10 +150,16 @@ class _Outline:
         moe = self.config.moe
         if moe.expert_format == "bf16":
             return self._gated(moe.expert_width, side)
-        return PackedMlp(_mxfp4(2 * moe.expert_width, side), _mxfp4(side, moe.expert_width))
+        coded = _mxfp4_rows if self.mxfp4 == "mxfp4_rows" else _mxfp4_tiles
+        return PackedMlp(coded(2 * moe.expert_width, side), coded(side, moe.expert_width))
 
 
-def _mxfp4(rows: int, cols: int) -> Matrix:
+def _mxfp4_rows(rows: int, cols: int) -> Matrix:
+    data, scales = (_empty((rows, cols // part), torch.uint8) for part in (2, MXFP4_GROUP))
+    return Matrix("mxfp4_rows", rows, cols, data, scales)
+
+
+def _mxfp4_tiles(rows: int, cols: int) -> Matrix:
     shape = (num_tiles(rows), cols // MXFP4_GROUP)
     data = _empty((*shape, GROUP_BYTES), torch.uint8)
     return Matrix("mxfp4_tiles", rows, cols, data, _empty((*shape, TILE_ROWS), torch.uint8))

@@ -21,6 +21,11 @@ from kdecode.model.parameters import ExpertWeight, Mxfp4
 def unpack_gated(mlp: PackedMlp) -> tuple[ExpertWeight, ExpertWeight, ExpertWeight]:
     """Gate, up and down in canonical form."""
     gate_up = mlp.gate_up
+    if gate_up.format == "mxfp4_rows":
+        codes, scales = to_mxfp4(gate_up)
+        half = gate_up.rows // 2
+        gate, up = (Mxfp4(codes[part], scales[part]) for part in (slice(half), slice(half, None)))
+        return gate, up, _canonical(mlp.down)
     if gate_up.format == "rows":
         rows = to_rows(gate_up)
         return rows[: gate_up.rows // 2], rows[gate_up.rows // 2 :], to_rows(mlp.down)
@@ -84,4 +89,5 @@ def _split(matrix: Matrix, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _canonical(matrix: Matrix) -> ExpertWeight:
-    return Mxfp4(*to_mxfp4(matrix)) if matrix.format == "mxfp4_tiles" else to_rows(matrix)
+    is_coded = matrix.format in ("mxfp4_tiles", "mxfp4_rows")
+    return Mxfp4(*to_mxfp4(matrix)) if is_coded else to_rows(matrix)

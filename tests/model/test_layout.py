@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,18 @@ import torch
 from torch import Tensor
 
 from kdecode.config import ModelConfig
+from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.matrix import (
     Matrix,
     empty_huge,
+    pack_mxfp4_rows,
     pack_mxfp4_tiles,
     pack_rows,
     pack_tiles,
     to_mxfp4,
     to_rows,
 )
+from kdecode.kernels.linear.unpack import unpack_rows
 from kdecode.model.layout import (
     PackedKda,
     PackedMla,
@@ -26,6 +30,7 @@ from kdecode.model.layout import (
     PackedMoe,
     TrunkFormat,
     pack_model,
+    to_device,
 )
 from kdecode.model.mxfp4 import dequantise, unpack_codes
 from kdecode.model.parameters import (
@@ -98,6 +103,19 @@ def test_mxfp4_tiles_byte_order(rows: int, cols: int) -> None:
     assert matrix.num_bytes == -(-rows // 16) * 16 * cols // 32 * 17
 
 
+def test_mxfp4_rows_are_the_checkpoint_bytes() -> None:
+    """Two matrices, one below the other."""
+    first, second = random_mxfp4(5, 64), random_mxfp4(3, 64)
+    matrix = pack_mxfp4_rows([(w.packed, w.scale) for w in (first, second)])
+    assert (matrix.format, matrix.rows, matrix.cols) == ("mxfp4_rows", 8, 64)
+    joined = Mxfp4(torch.cat([first.packed, second.packed]), torch.cat([first.scale, second.scale]))
+    assert torch.equal(matrix.data, joined.packed)
+    assert torch.equal(to_mxfp4(matrix)[1], joined.scale)
+    assert torch.equal(bits(to_rows(matrix)), bits(dequantise(joined)))
+    assert torch.equal(bits(unpack_rows(matrix)), bits(dequantise(joined)))
+    assert matrix.num_bytes == 8 * 64 // 32 * 17
+
+
 def test_packing_fills_memory_that_is_given() -> None:
     weight, quantised = random_bf16(20, 8), random_mxfp4(20, 32)
     data = torch.full((2, 2, 4, 16, 2), -1, dtype=torch.bfloat16)
@@ -111,6 +129,11 @@ def test_packing_fills_memory_that_is_given() -> None:
     assert torch.equal(to_mxfp4(matrix)[1], quantised.scale)
     assert (blocks[:, 0] == 7).all()
     assert (scales[:, 0] == 7).all()
+    flat = torch.full((2, 20, 16), 7, dtype=torch.uint8), torch.full((2, 20, 1), 7).byte()
+    pack_mxfp4_rows([(quantised.packed, quantised.scale)], (flat[0][1], flat[1][1]))
+    assert torch.equal(flat[0][1], quantised.packed)
+    assert torch.equal(flat[1][1], quantised.scale)
+    assert (flat[0][0] == 7).all()
     rows = torch.zeros(20, 8, dtype=torch.bfloat16)
     assert pack_rows([weight[:7], weight[7:]], rows).data is rows
     assert torch.equal(bits(rows), bits(weight))
@@ -121,6 +144,8 @@ def test_sizes_that_no_format_holds() -> None:
         pack_tiles(random_bf16(16, 3))
     with pytest.raises(ValueError, match="one scale for 32 columns"):
         pack_mxfp4_tiles(torch.zeros(16, 24, dtype=torch.uint8), torch.ones(16, 1))
+    with pytest.raises(ValueError, match="one scale for 32 columns"):
+        pack_mxfp4_rows([(torch.zeros(16, 24, dtype=torch.uint8), torch.ones(16, 1))])
     with pytest.raises(ValueError, match=r"float32"):
         pack_tiles(torch.zeros(16, 2))
     with pytest.raises(ValueError, match=r"is \[1, 1, 16, 2\]; out is \[1, 2, 16, 2\]"):
@@ -226,6 +251,41 @@ def test_a_packed_model_is_the_checkpoint(
             folded = layer.mlp_mix.norm.float() * layer.mlp_mix.proj.float()
             assert found.mlp_mix is not None
             assert torch.equal(found.mlp_mix, folded)
+
+
+@pytest.mark.parametrize("trunk_format", ["rows", "tiles"])
+def test_coded_experts_in_rows(mini_checkpoint: Path, trunk_format: TrunkFormat) -> None:
+    """What a GPU reads: one block a layer, whole on any device."""
+    reader = CheckpointReader(mini_checkpoint)
+    packed = pack_model(reader, trunk_format, mxfp4="mxfp4_rows")
+    check_mlps(packed, load(mini_checkpoint))
+    moe, config = packed.layers[1].mlp, reader.config.moe
+    assert isinstance(moe, PackedMoe)
+    assert formats(moe.experts[0]) == {"mxfp4_rows"}
+    for experts in (moe.experts, to_device(moe, "cpu").experts):
+        stack = ExpertStack.of(experts)
+        assert stack.gate_up.data_ptr() == experts[0].gate_up.data.data_ptr()
+        assert stack.num_experts == config.num_experts
+        assert stack.gate_up.shape[1:] == experts[0].gate_up.data.shape
+        for found, expert in zip(stack.matrices(), experts, strict=True):
+            assert torch.equal(found[0].data, expert.gate_up.data)
+            assert torch.equal(to_rows(found[1]), to_rows(expert.down))
+            assert found[1].data.data_ptr() == expert.down.data.data_ptr()
+
+
+def test_experts_that_are_no_block(mini_checkpoint: Path) -> None:
+    packed = pack_model(CheckpointReader(mini_checkpoint), "rows", mxfp4="mxfp4_rows")
+    moe = packed.layers[1].mlp
+    assert isinstance(moe, PackedMoe)
+    with pytest.raises(ValueError, match="expert 1 does not follow the one before it"):
+        ExpertStack.of(moe.experts[::-1])
+    apart = replace(moe.experts[1], down=replace(moe.experts[1].down, scales=torch.ones(2, 2)))
+    with pytest.raises(ValueError, match="expert 1 does not follow"):
+        ExpertStack.of((moe.experts[0], apart))
+    tiles = pack_model(CheckpointReader(mini_checkpoint), "rows").layers[1].mlp
+    assert isinstance(tiles, PackedMoe)
+    with pytest.raises(ValueError, match="these are in mxfp4_tiles"):
+        ExpertStack.of(tiles.experts)
 
 
 def formats(mlp: PackedMlp) -> set[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kdecode.config import ModelConfig
 from kdecode.engine.worker import packed_bytes
+from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.model.layout import TrunkFormat, pack_model, to_device
 from kdecode.model.outline import outline_bytes, outline_model
 from kdecode.model.weights import CheckpointReader
@@ -46,6 +47,19 @@ def test_outline_of_a_checkpoint(
     outline = outline_model(packed.config, trunk_format)
     assert _shapes(outline) == _shapes(packed)
     assert outline_bytes(outline) == packed_bytes(packed)
+
+
+def test_outline_of_coded_experts_in_rows(mini_checkpoint: Path) -> None:
+    packed = pack_model(CheckpointReader(mini_checkpoint), "rows", mxfp4="mxfp4_rows")
+    outline = outline_model(packed.config, "rows", "mxfp4_rows")
+    assert _shapes(outline) == _shapes(packed)
+    assert outline_bytes(outline) == packed_bytes(packed)
+    moved = to_device(packed, "meta")
+    assert _shapes(moved) == _shapes(packed)
+    for model in (outline, moved):
+        stack = ExpertStack.of(model.layers[1].mlp.experts)  # type: ignore[union-attr]
+        assert stack.gate_up.device.type == "meta"
+        assert stack.num_experts == packed.config.moe.num_experts
 
 
 def test_packed_tensors_move_to_a_device(mini_checkpoint: Path) -> None:

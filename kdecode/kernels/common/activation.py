@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kdecode.config import Activation
-from kdecode.kernels.common.matrix import TILE_ROWS, Matrix
+from kdecode.kernels.common.matrix import ROW_FORMATS, TILE_ROWS, Matrix
 
 GatedActivation = Callable[[Tensor], Tensor]
 
@@ -42,7 +42,7 @@ def _native_gated(activation: Activation, matrix_format: str, isa: str | None) -
     from kdecode.kernels.common.native import ptr
 
     isa = isa or _native.detect_isa()
-    is_situ, is_interleaved = activation.kind == "situ", matrix_format != "rows"
+    is_situ, is_interleaved = activation.kind == "situ", matrix_format not in ROW_FORMATS
     bounds = (activation.beta or 0.0, activation.linear_beta or 0.0)
 
     def run(product: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def _native_gated(activation: Activation, matrix_format: str, isa: str | None) -
 
 
 def _halves(product: Tensor, matrix_format: str) -> tuple[Tensor, Tensor]:
-    """Gate and up [R, ...]: one after the other in "rows", 16 and 16 alternating in tiles."""
-    if matrix_format == "rows":
+    """Gate and up [R, ...]: one after the other in rows, 16 and 16 alternating in tiles."""
+    if matrix_format in ROW_FORMATS:
         gate, up = product.chunk(2, dim=-1)
         return gate, up
     width = product.shape[-1] // (2 * TILE_ROWS)

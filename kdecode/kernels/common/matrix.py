@@ -1,6 +1,6 @@
 """Packed weight matrices: what every linear kernel reads.
 
-A `Matrix` is W [rows, cols] in one of six formats (see ARCHITECTURE.md, "Packed weights", and
+A `Matrix` is W [rows, cols] in one of seven formats (see ARCHITECTURE.md, "Packed weights", and
 ``native.h`` for the byte order). Packing is exact: `to_rows` gives back the same bf16 bits, and for
 MXFP4 the same codes and scales; integers, in `integers.py`, are the exception. Knows nothing of
 models.
@@ -23,7 +23,11 @@ from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP
 
-MatrixFormat = Literal["rows", "tiles", "tiles12", "mxfp4_tiles", "int8_tiles", "int4_tiles"]
+MatrixFormat = Literal[
+    "rows", "tiles", "tiles12", "mxfp4_tiles", "mxfp4_rows", "int8_tiles", "int4_tiles"
+]
+# Formats whose rows are one after the other: gate rows, then up rows.
+ROW_FORMATS = ("rows", "mxfp4_rows")
 # Bits of a weight's code in the formats whose weights differ from what was packed.
 INTEGER_BITS = {"int8_tiles": 8, "int4_tiles": 4}
 
@@ -48,9 +52,11 @@ class Matrix:
     2], missing rows zero. "tiles12": the same in 12 bits a weight (`packed12.pack12`), ``data``
     uint8 [ceil(rows/16), 64 + 24 * cols], ``corrections`` int32 [*], which matrices that are parts
     of one may share. "mxfp4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 256], ``scales``
-    uint8 [ceil(rows/16), cols/32, 16]; missing rows have code 0 and scale 127. "int8_tiles",
-    "int4_tiles": ``data`` uint8 [ceil(rows/16), cols/32, 512 or 256], ``scales`` bf16 as before;
-    missing rows are zero (`integers.py`).
+    uint8 [ceil(rows/16), cols/32, 16]; missing rows have code 0 and scale 127. "mxfp4_rows": the
+    checkpoint's own bytes, ``data`` uint8 [rows, cols/2], the even column in the low nibble,
+    ``scales`` uint8 [rows, cols/32]. "int8_tiles", "int4_tiles": ``data`` uint8 [ceil(rows/16),
+    cols/32, 512 or 256], ``scales`` bf16 as in "mxfp4_tiles"; missing rows are zero
+    (`integers.py`).
     """
 
     format: MatrixFormat
@@ -141,14 +147,8 @@ def pack_mxfp4_tiles(
 
     out: (data, scales) to fill instead of new memory; any stride between tiles.
     """
-    rows, half = packed.shape
-    cols = half * 2
-    if cols % MXFP4_GROUP or tuple(scale.shape) != (rows, cols // MXFP4_GROUP):
-        raise ValueError(
-            f"MXFP4 needs one scale for {MXFP4_GROUP} columns; the codes are [{rows}, {cols}], the "
-            f"scales {list(scale.shape)}."
-        )
-    groups = cols // MXFP4_GROUP
+    rows, groups = _check_mxfp4(packed, scale)
+    cols = groups * MXFP4_GROUP
     data_shape = (num_tiles(rows), groups, GROUP_BYTES)
     scale_shape = (num_tiles(rows), groups, TILE_ROWS)
     if out is None:
@@ -161,6 +161,25 @@ def pack_mxfp4_tiles(
     padded_scale = _padded(scale, UNIT_SCALE).view(-1, TILE_ROWS, groups)
     scales.copy_(padded_scale.transpose(1, 2))
     return Matrix("mxfp4_tiles", rows, cols, data, scales)
+
+
+def pack_mxfp4_rows(
+    weights: Sequence[tuple[Tensor, Tensor]], out: tuple[Tensor, Tensor] | None = None
+) -> Matrix:
+    """Copies of (codes, scales), one below the other, in format "mxfp4_rows".
+
+    out: (data, scales) to fill instead of new memory.
+    """
+    for packed, scale in weights:
+        _check_mxfp4(packed, scale)
+    rows, half = sum(packed.shape[0] for packed, _ in weights), weights[0][0].shape[1]
+    shapes = (rows, half), (rows, 2 * half // MXFP4_GROUP)
+    if out is None:
+        out = empty_huge(shapes[0], torch.uint8), empty_huge(shapes[1], torch.uint8)
+    data, scales = (_checked_out(*pair) for pair in zip(out, shapes, strict=True))
+    torch.cat([packed for packed, _ in weights], out=data)
+    torch.cat([scale for _, scale in weights], out=scales)
+    return Matrix("mxfp4_rows", rows, 2 * half, data, scales)
 
 
 def to_rows(matrix: Matrix) -> Tensor:
@@ -180,17 +199,21 @@ def to_rows(matrix: Matrix) -> Tensor:
 
         return dequantise_integers(matrix)
     codes, scale = to_mxfp4(matrix)
-    low = _code_table()[(codes & 15).int()]
-    high = _code_table()[(codes >> 4).int()]
+    table = _code_table().to(codes.device)
+    low, high = table[(codes & 15).int()], table[(codes >> 4).int()]
     values = torch.stack([low, high], dim=-1).view(rows, cols // MXFP4_GROUP, MXFP4_GROUP)
     factors = (scale.int() << 23).view(torch.float32)
     return (values * factors.unsqueeze(-1)).view(rows, cols).to(torch.bfloat16)
 
 
 def to_mxfp4(matrix: Matrix) -> tuple[Tensor, Tensor]:
-    """(codes U8 [rows, cols/2], scales U8 [rows, cols/32]) of a matrix in "mxfp4_tiles"."""
-    if matrix.format != "mxfp4_tiles" or matrix.scales is None:
-        raise ValueError(f"Only mxfp4_tiles hold MXFP4 codes; this matrix is in {matrix.format}.")
+    """(codes U8 [rows, cols/2], scales U8 [rows, cols/32]) of a matrix of MXFP4."""
+    if matrix.format not in ("mxfp4_tiles", "mxfp4_rows") or matrix.scales is None:
+        raise ValueError(
+            f"Only mxfp4_tiles and mxfp4_rows hold MXFP4 codes; this matrix is in {matrix.format}."
+        )
+    if matrix.format == "mxfp4_rows":
+        return matrix.data, matrix.scales
     rows, groups = matrix.rows, matrix.cols // MXFP4_GROUP
     blocks = matrix.data.contiguous().view(_word()).view(-1, groups, 4, TILE_ROWS)
     words = blocks.permute(0, 3, 1, 2).reshape(-1, groups * 4)[:rows].contiguous()
@@ -234,6 +257,17 @@ def _check_bf16(weight: Tensor) -> None:
             f"Matrices are packed from two-dimensional bf16; this one is {list(weight.shape)} "
             f"{weight.dtype}."
         )
+
+
+def _check_mxfp4(packed: Tensor, scale: Tensor) -> tuple[int, int]:
+    """Rows, and groups of a row."""
+    rows, cols = packed.shape[0], packed.shape[1] * 2
+    if cols % MXFP4_GROUP or tuple(scale.shape) != (rows, cols // MXFP4_GROUP):
+        raise ValueError(
+            f"MXFP4 needs one scale for {MXFP4_GROUP} columns; the codes are [{rows}, {cols}], the "
+            f"scales {list(scale.shape)}."
+        )
+    return rows, cols // MXFP4_GROUP
 
 
 def _checked_out(out: Tensor, shape: tuple[int, ...]) -> Tensor:

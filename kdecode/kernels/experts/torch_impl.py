@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kdecode.kernels.common.activation import GatedActivation, make_gated
-from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.common.matrix import ROW_FORMATS, Matrix
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.unpack import unpack_rows
 
@@ -32,7 +32,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
         down=tuple(expert.down for expert in weights.experts),
         activation=make_gated(problem.config.activation, first, buffers.products.isa),
         input="mlp_in" if problem.config.moe.latent_width is None else "latent",
-        is_native=first.format != "rows" and first.data.device.type == "cpu",
+        is_native=first.format not in ROW_FORMATS and first.data.device.type == "cpu",
         buffers=buffers,
     )
 

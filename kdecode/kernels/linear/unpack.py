@@ -19,7 +19,7 @@ def unpack_rows(matrix: Matrix) -> Tensor:
     """[rows, cols] bf16; the matrix's own data when that is row-major already."""
     if matrix.format == "rows":
         return matrix.data
-    if matrix.format == "tiles12" or matrix.format in INTEGER_BITS:
+    if matrix.format in ("tiles12", "mxfp4_rows") or matrix.format in INTEGER_BITS:
         return to_rows(matrix)
     if matrix.format == "tiles":
         rows = matrix.data.permute(0, 2, 1, 3).reshape(-1, matrix.cols)
