@@ -33,6 +33,25 @@ def sigmoid(x):
 
 
 @triton.jit
+def tanh(x):
+    """Of fp32; small x by its series, where the quotient would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - e) / (1.0 + e)
+    square = x * x
+    small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    return tl.where(square < 0.01, small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def gated(gate, up, beta, bound, IS_SITU: tl.constexpr):
+    """The gated activation of fp32 values, not rounded: silu(gate) up, or SiTU with its bounds."""
+    if IS_SITU:
+        return beta * tanh(gate / beta) * sigmoid(gate) * (bound * tanh(up / bound))
+    else:
+        return gate * sigmoid(gate) * up
+
+
+@triton.jit
 def is_last_arrival(counter, expected):
     """Whether this program is the last of ``expected`` that came here; resets the counter then.
 
