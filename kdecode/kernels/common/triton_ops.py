@@ -22,9 +22,21 @@ def dot_bf16(a, b, acc):
 
 
 @triton.jit
+def to_bf16(x):
+    """fp32 rounded to the nearest bf16, to even between two; the interpreter's cast cuts off."""
+    if IS_INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        rounded = (bits & -0x10000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x).to(tl.bfloat16)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
 def round_bf16(x):
     """fp32 values that bf16 can hold: what the next stage would read from a buffer."""
-    return x.to(tl.bfloat16).to(tl.float32)
+    return to_bf16(x).to(tl.float32)
 
 
 @triton.jit
