@@ -1,9 +1,9 @@
-"""The paired comparison of two arms in one process: protocol, comparability, verdict.
+"""The paired comparison of two arms in one process: its protocol.
 
-Owns: warm-up, the order of the runs, which runs are pairs, the gate on resolved configurations, the
-verdict and its exit code. Formulas are in `metrics`, intervals in `statistics`, the judgement of
-outputs in `agreement`, printing in `report`. Does not know engines, tensors or kernels: an arm is
-anything with the four members of `Arm`.
+Owns: warm-up, the order of the runs, which runs are pairs, what is refused first. Formulas are in
+`metrics`, intervals in `statistics`, the gate and the verdicts in `verdicts`, the judgement of
+outputs in `agreement`, printing in `report`; two servers are compared in `serving.protocol`. Does
+not know engines, tensors or kernels: an arm is anything with the four members of `Arm`.
 
 The first arm is the baseline and the reference of the outputs; a ratio above 1 means that the
 second arm is faster.
@@ -20,34 +20,20 @@ from typing import Any, Literal, Protocol
 
 from kdecode.bench.agreement import Agreement, AgreementStep, NearTie, judge_prompt
 from kdecode.bench.metrics import ArmSummary, GenerationRecord, RequestMetrics, summarize
-from kdecode.bench.statistics import RatioEstimate, estimate_ratio
+from kdecode.bench.statistics import RatioEstimate
+from kdecode.bench.verdicts import (
+    EXIT_CODES,
+    Difference,
+    Verdict,
+    config_differences,
+    is_not_exercised,
+    ratios,
+    speed_verdict,
+    unequal_pairs,
+)
 
-# The only setting that the two arms of a ratio may differ in.
-COMPARED_SETTING = "decode_backend"
-SPECIALIZED_BACKEND = "latency_specialized"
-
-# The least share of decode steps that must have run specialized for a speed verdict.
-MIN_COVERAGE = 0.9
 # Told of a phase and of how far it is.
 Progress = Callable[[str, str], None]
-RATIO_METRICS = ("tpot", "ttft", "e2e")
-
-Verdict = Literal[
-    "faster",
-    "slower",
-    "no difference seen at this size",
-    "not comparable",
-    "outputs differ",
-    "not exercised",
-]
-EXIT_CODES: Mapping[Verdict, int] = {
-    "faster": 0,
-    "slower": 0,
-    "no difference seen at this size": 0,
-    "not comparable": 3,
-    "outputs differ": 4,
-    "not exercised": 5,
-}
 
 
 class Arm(Protocol):
@@ -116,14 +102,6 @@ class Warmup:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A setting that keeps two arms from being compared; None stands for an absent setting."""
-
-    setting: str
-    values: tuple[Any, Any]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Everything that a comparison found. ratios is empty unless the verdict is about speed."""
 
@@ -179,12 +157,11 @@ def compare(
     if not differences and has_answers:
         agreement = _check_outputs(arm_b, prompts, runs, settings.near_tie, progress)
     pairs = _pairs(runs)
-    unequal_pairs = sum(a.n != b.n for block in pairs for a, b in block)
-    ratios: dict[str, RatioEstimate] = {}
+    found: dict[str, RatioEstimate] = {}
     verdict = _refusal(configs, differences, agreement, summaries)
     if verdict is None:
-        ratios = _ratios(pairs, unequal_pairs, settings.seed)
-        verdict = _speed_verdict(ratios["tpot"])
+        found = ratios(pairs, settings.seed)
+        verdict = speed_verdict(found["tpot"])
     return Comparison(
         comparison_id=uuid.uuid4().hex[:12],
         settings=settings,
@@ -196,32 +173,10 @@ def compare(
         runs=runs,
         summaries=summaries,
         agreement=agreement,
-        unequal_pairs=unequal_pairs,
-        ratios=ratios,
+        unequal_pairs=unequal_pairs(pairs),
+        ratios=found,
         verdict=verdict,
     )
-
-
-def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Settings that differ besides `decode_backend`, by dotted name."""
-    flat_a, flat_b = dict(_flatten(a)), dict(_flatten(b))
-    for config in (flat_a, flat_b):
-        if COMPARED_SETTING not in config:
-            raise ValueError(f"A resolved configuration has no {COMPARED_SETTING!r}: {config}.")
-    return tuple(
-        Difference(name, (flat_a.get(name), flat_b.get(name)))
-        for name in sorted(flat_a.keys() | flat_b.keys())
-        if name != COMPARED_SETTING
-        and (name not in flat_a or name not in flat_b or flat_a[name] != flat_b[name])
-    )
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _warm_up(
@@ -302,24 +257,6 @@ def _pairs(runs: Sequence[MeasuredRun]) -> list[list[tuple[RequestMetrics, Reque
     return blocks
 
 
-def _ratios(
-    pairs: Sequence[Sequence[tuple[RequestMetrics, RequestMetrics]]], unequal_pairs: int, seed: int
-) -> dict[str, RatioEstimate]:
-    """tpot and ttft; e2e only where both arms of every pair made equally many tokens."""
-    tpots = [
-        [(a.tpot_s, b.tpot_s) for a, b in block if a.tpot_s is not None and b.tpot_s is not None]
-        for block in pairs
-    ]
-    ratios = {
-        "tpot": estimate_ratio(tpots, seed),
-        "ttft": estimate_ratio([[(a.ttft_s, b.ttft_s) for a, b in block] for block in pairs], seed),
-    }
-    if unequal_pairs == 0:
-        e2e = [[(a.e2e_s, b.e2e_s) for a, b in block] for block in pairs]
-        ratios["e2e"] = estimate_ratio(e2e, seed)
-    return ratios
-
-
 def _refusal(
     configs: tuple[Mapping[str, Any], Mapping[str, Any]],
     differences: Sequence[Difference],
@@ -331,17 +268,7 @@ def _refusal(
         return "not comparable"
     if agreement is not None and not agreement.agrees:
         return "outputs differ"
-    for config, summary in zip(configs, summaries, strict=True):
-        if config[COMPARED_SETTING] == SPECIALIZED_BACKEND:
-            coverage = summary.coverage
-            if coverage is None or coverage < MIN_COVERAGE:
-                return "not exercised"
+    coverages = [summary.coverage for summary in summaries]
+    if any(map(is_not_exercised, configs, coverages)):
+        return "not exercised"
     return None
-
-
-def _speed_verdict(tpot: RatioEstimate) -> Verdict:
-    if tpot.low > 1:
-        return "faster"
-    if tpot.high < 1:
-        return "slower"
-    return "no difference seen at this size"

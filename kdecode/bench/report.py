@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdecode.bench.agreement import Agreement
-from kdecode.bench.compare import COMPARED_SETTING, MIN_COVERAGE, Comparison
+from kdecode.bench.compare import Comparison
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SPECIALIZED, STANDARD, ArmSummary, Spread
+from kdecode.bench.verdicts import COMPARED_SETTING, MIN_COVERAGE
 from kdecode.bench.wording import counted
 
 SCHEMA_VERSION = 1

@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 
 from kdecode.bench.agreement import AgreementStep, NearTie
-from kdecode.bench.compare import (
-    EXIT_CODES,
-    CompareSettings,
-    Comparison,
-    compare,
-    config_differences,
-)
+from kdecode.bench.compare import CompareSettings, Comparison, compare
 from kdecode.bench.machine import Machine, read_machine
 from kdecode.bench.metrics import FORMULAS, AcceptanceSource, GenerationRecord
 from kdecode.bench.report import SCHEMA_VERSION, render, to_json
+from kdecode.bench.verdicts import EXIT_CODES, config_differences
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 NEAR = NearTie(atol=0.1, rtol=0.0)
