@@ -48,9 +48,9 @@ _POINTERS: Mapping[torch.dtype, str] = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 # Of the kept results; a change of what they mean is another number.
-_FORMAT = 1
+_FORMAT = 2
 
 
 class CompileError(RuntimeError):
@@ -181,8 +181,8 @@ def compile_one(job: CompileJob) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        registers, stack, static, local = _usage(Path(file.name))
-    return Resources(registers, stack + local, static + compiled.metadata.shared)
+        registers, stack, local = _usage(Path(file.name))
+    return Resources(registers, stack + local, compiled.metadata.shared)
 
 
 def _source(job: CompileJob) -> ASTSource:
@@ -194,7 +194,10 @@ def _source(job: CompileJob) -> ASTSource:
 
 
 def _usage(cubin: Path) -> tuple[int, ...]:
-    """Registers, stack, static shared and local bytes of the one kernel in a file."""
+    """Registers, stack and local bytes of the one kernel in a file.
+
+    Its static shared memory is what the hardware keeps for itself; Triton's is dynamic.
+    """
     tool = triton.knobs.nvidia.cuobjdump.path
     run = subprocess.run(
         [tool, "-res-usage", str(cubin)], capture_output=True, text=True, check=True
