@@ -1,14 +1,17 @@
 """What every test shares: one torch thread, and the two smallest models as checkpoints on disk.
 
 Without a GPU Triton kernels run in Triton's interpreter, which has to be chosen before Triton is
-imported.
+imported, and which is made to round as a GPU does.
 """
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +20,27 @@ from kdecode.model.synthesis import make_checkpoint
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _round_in_the_interpreter() -> None:
+    """fp32 becomes the nearest bf16: the interpreter cuts digits off where a GPU rounds."""
+    from triton.language import bfloat16, float32
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source != float32 or target != bfloat16:
+            return convert(values, source, target, mode)
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
+
+    interpreter._convert_float = rounded
+
+
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    _round_in_the_interpreter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
