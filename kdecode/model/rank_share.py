@@ -44,6 +44,15 @@ def share_of_release(name: str, num_layers: int, size: int, rank: int) -> ModelC
         raise ConfigError(
             f"{num_layers} layers of {name}; it must be from {fewest} to {config.num_layers}."
         )
+    return replace(
+        share_of(config, size),
+        layer_kinds=config.layer_kinds[:num_layers],
+        mlp_kinds=config.mlp_kinds[:num_layers],
+    )
+
+
+def share_of(config: ModelConfig, size: int) -> ModelConfig:
+    """What one rank of ``size`` has of a model. Raises ConfigError for what cannot be divided."""
     moe = config.moe
     group = MXFP4_GROUP if moe.expert_format == "mxfp4" else 1
     divided = {
@@ -59,14 +68,24 @@ def share_of_release(name: str, num_layers: int, size: int, rank: int) -> ModelC
             raise ConfigError(f"{total} {what} cannot be divided among {size} ranks{groups}.")
     return replace(
         config,
-        layer_kinds=config.layer_kinds[:num_layers],
-        mlp_kinds=config.mlp_kinds[:num_layers],
         vocab_size=config.vocab_size // size,
         dense_width=config.dense_width // size,
         kda=replace(config.kda, num_heads=config.kda.num_heads // size),
         mla=replace(config.mla, num_heads=config.mla.num_heads // size),
         moe=replace(moe, expert_width=moe.expert_width // size),
     )
+
+
+def exchanged_buffers(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Values of a layer of which each rank has a part of the sum: one exchange each.
+
+    Where experts work at the model's width, theirs and the shared experts' sum are one.
+    """
+    if config.mlp_kinds[layer] == "dense":
+        return "attn_delta", "mlp_delta"
+    if config.moe.latent_width is None:
+        return "attn_delta", "mlp_delta"
+    return ("attn_delta", "expert_sum", *(("shared",) if config.moe.num_shared else ()))
 
 
 class RandomReader(CheckpointReader):

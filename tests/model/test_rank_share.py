@@ -13,7 +13,7 @@ from kdecode.config import ConfigError, ModelConfig
 from kdecode.model.layout import PackedKda, PackedMoe, pack_model
 from kdecode.model.outline import outline_bytes, outline_model
 from kdecode.model.presets import PRESETS, RELEASES, released_config
-from kdecode.model.rank_share import RandomReader, share_of_release
+from kdecode.model.rank_share import RandomReader, exchanged_buffers, share_of_release
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,14 @@ def test_a_share_divides_heads_widths_and_vocabulary_only() -> None:
     assert isinstance(complete, PackedMoe)
     assert outline_bytes(packed.experts) * 16 == outline_bytes(complete.experts)
     assert outline_bytes(packed.shared) * 16 == outline_bytes(complete.shared)
+
+
+def test_what_ranks_would_exchange_is_what_divided_products_write() -> None:
+    k3, linear = (ModelConfig.from_checkpoint(document()) for document in (kimi_k3, kimi_linear))
+    assert exchanged_buffers(k3, 0) == ("attn_delta", "mlp_delta")
+    assert exchanged_buffers(k3, 1) == ("attn_delta", "expert_sum", "shared")
+    # Experts without latents are summed with the shared ones before anything is exchanged.
+    assert exchanged_buffers(linear, 1) == ("attn_delta", "mlp_delta")
 
 
 @pytest.mark.parametrize(
