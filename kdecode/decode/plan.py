@@ -15,7 +15,7 @@ import torch
 
 from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
-from kdecode.kernels.contract import Buffers, Tolerance
+from kdecode.kernels.contract import Buffers, Prepared, Tolerance
 from kdecode.model.stages import model_stages
 
 Lifetime = Literal["input", "step"]
@@ -46,6 +46,7 @@ class Step:
 
     layers: the layer of each covered stage's group, None before and after the stack. covers: stage
     names in order. weight_bytes: packed weights that one run reads at one row; None when not known.
+    prepared: what ``run`` belongs to, where that says more than how to run it (a kernel's launch).
     """
 
     layers: tuple[int | None, ...]
@@ -57,6 +58,7 @@ class Step:
     run: Callable[[], None]
     tolerance: Tolerance
     weight_bytes: int | None = None
+    prepared: Prepared | None = None
 
     @property
     def stages(self) -> tuple[tuple[int | None, str], ...]:
@@ -80,6 +82,8 @@ class DecodePlan:
     # One call that runs steps begin .. end - 1, when the backend has one; else they are launched
     # one by one.
     launch: Callable[[int, int], None] | None = None
+    # What that one call is.
+    launched_as: str = "one native call"
     # Of a static plan of verify steps: moves the KDA slots past the rows that stay.
     commit: Callable[[Sequence[KeptRows]], None] | None = None
     notes: tuple[str, ...] = field(default=())
@@ -147,7 +151,7 @@ class DecodePlan:
         title = f"backend {self.backend}, {row_text}, {self.rows_per_request} a request"
         total = f"{len(self.steps)} steps"
         if self.launch is not None:
-            total += " in one native call"
+            total += f" in {self.launched_as}"
         return "\n".join([title, *_table(rows), total, *self.notes]) + "\n"
 
 

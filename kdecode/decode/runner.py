@@ -34,6 +34,7 @@ from kdecode.model.layout import PackedModel
 log = logging.getLogger(__name__)
 
 SPECIALIZED, STANDARD = "specialized", "standard"
+_INPUTS = ("row_token", "row_slot", "row_position", "row_pages")
 # Decode steps of up to so many rows get plans in every engine.
 _FEWEST_BUCKETS = 8
 
@@ -301,16 +302,20 @@ def load_inputs(plan: DecodePlan, batch: StepBatch) -> None:
     open_rows = buffers.caches.open_rows
     open_rows.require_none()
     # numpy, because torch takes several microseconds an assignment.
-    pages, page_tokens = buffers["row_pages"].numpy(), buffers.limits.page_tokens
+    staging = buffers.staging
+    arrays = {n: buffers[n].numpy() for n in _INPUTS} if staging is None else staging.arrays()
+    pages, page_tokens = arrays["row_pages"], buffers.limits.page_tokens
     pages.fill(-1)
     for row in range(batch.num_rows):
         request = requests[row // each]
         used = request.pages[: (request.start + row % each) // page_tokens + 1]
         pages[row, : len(used)] = used
     rows = [(request, place) for request in requests for place in range(each)]
-    buffers["row_token"].numpy()[:] = [request.token_ids[place] for request, place in rows]
-    buffers["row_slot"].numpy()[:] = [request.slot for request, _ in rows]
-    buffers["row_position"].numpy()[:] = [request.start + place for request, place in rows]
+    arrays["row_token"][:] = [request.token_ids[place] for request, place in rows]
+    arrays["row_slot"][:] = [request.slot for request, _ in rows]
+    arrays["row_position"][:] = [request.start + place for request, place in rows]
+    if staging is not None:
+        staging.send()
     if plan.commit is not None:
         spans = [
             OpenSpan(request.slot, request.start, number * each, each)

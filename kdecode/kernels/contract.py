@@ -105,7 +105,8 @@ class Buffers(dict[str, torch.Tensor]):
     the `linear.product.ProductSettings` of its products, and ``effects``, the
     `common.step.RowEffects` of its verified rows by (slot, layer). A static plan of verify steps
     has those of all its rows, by layer, and every static plan ``memory``, which it shares with the
-    other plans of its engine.
+    other plans of its engine. ``staging`` is the `decode.staging.Staging` through which the host
+    writes the inputs of a plan on a device; None where it writes the buffers themselves.
     """
 
     memory: PlanMemory
@@ -116,6 +117,7 @@ class Buffers(dict[str, torch.Tensor]):
     step: Any
     products: Any
     effects: Any
+    staging: Any = None
 
     def __init__(
         self, *tensors: Mapping[str, torch.Tensor], memory: PlanMemory | None = None, **named: Any

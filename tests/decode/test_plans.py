@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,8 +152,9 @@ def test_a_description_says_what_it_cannot_know() -> None:
 
 def test_a_description_is_refused_as_an_engine_is() -> None:
     config = ModelConfig.from_checkpoint(CONFIGS["mini"])
-    with pytest.raises(BackendRefusedError, match="the device is cuda"):
-        describe_plan(config, _engine("latency_specialized", device="cuda"), 1)
+    odd = replace(config, mla=replace(config.mla, num_heads=1))
+    with pytest.raises(BackendRefusedError, match="must have the same total width"):
+        describe_plan(odd, _engine("latency_specialized"), 1)
     with pytest.raises(ConfigError, match="max_context_tokens is 2,000,000"):
         describe_plan(config, _engine("auto", max_context_tokens=2_000_000), 1)
     plan, _ = describe_plan(config, _engine("auto", device="cuda", cache_dtype="fp8"), 1)

@@ -29,22 +29,17 @@ from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
 from kdecode.decode import all_reference
-from kdecode.decode.buffers import (
-    allocate,
-    device_buffers,
-    input_buffers,
-    row_effects,
-    value_buffers,
-)
+from kdecode.decode.buffers import device_buffers, input_buffers, row_effects, value_buffers
 from kdecode.decode.plan import DecodePlan, Step
+from kdecode.decode.staging import stage_inputs
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.verify import StepCheck, check_steps, copy_caches
 from kdecode.kernels import table
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.contract import Buffers, PlanMemory, Problem, Tolerance
 from kdecode.kernels.kda_commit.move import move
-from kdecode.model.layout import PackedMlp, PackedModel, to_device
-from kdecode.model.parameters import MlpParameters, ModelParameters, Mxfp4
+from kdecode.model.layout import PackedLayer, PackedMlp, PackedModel, to_device
+from kdecode.model.parameters import MlpParameters, ModelParameters, MoeParameters, Mxfp4
 from kdecode.model.stages import layer_stages, model_stages
 from kdecode.testing.cases import tiny_k3, tiny_linear
 from kdecode.testing.poison import poison_
@@ -112,18 +107,22 @@ class Case:
 def make_case(config: ModelConfig, seed: int = 0) -> Case:
     """Seeded parameters. Packing is written apart from `model/layout.py` on purpose."""
     parameters = mlp_cases.make_case(config, seed).parameters
-    packed = to_device(packed_model(config, parameters, "rows"), DEVICE)
-    layers = []
-    for canonical, layer in zip(parameters.layers, packed.layers, strict=True):
-        mlp = layer.mlp
-        if not isinstance(canonical.mlp, MlpParameters):
-            moe = canonical.mlp
-            pairs = [_below(gate, up) for gate, up in zip(moe.w1, moe.w3, strict=True)]
-            gate_up, down = _block(pairs), _block(list(moe.w2))
-            experts = tuple(PackedMlp(*pair) for pair in zip(gate_up, down, strict=True))
-            mlp = replace(mlp, experts=experts)
-        layers.append(replace(layer, mlp=mlp))
-    return Case(config, parameters, replace(packed, layers=tuple(layers)))
+    packed = packed_model(config, parameters, "rows")
+    layers = [
+        _on_device(canonical.mlp, layer)
+        for canonical, layer in zip(parameters.layers, packed.layers, strict=True)
+    ]
+    outside = to_device(replace(packed, layers=()), DEVICE)
+    return Case(config, parameters, replace(outside, layers=tuple(layers)))
+
+
+def _on_device(moe: MlpParameters | MoeParameters, layer: PackedLayer) -> PackedLayer:
+    if isinstance(moe, MlpParameters) or isinstance(layer.mlp, PackedMlp):
+        return to_device(layer, DEVICE)
+    pairs = [_below(gate, up) for gate, up in zip(moe.w1, moe.w3, strict=True)]
+    blocks = zip(_block(pairs), _block(list(moe.w2)), strict=True)
+    moved = to_device(replace(layer, mlp=replace(layer.mlp, experts=())), DEVICE)
+    return replace(moved, mlp=replace(moved.mlp, experts=tuple(PackedMlp(*b) for b in blocks)))
 
 
 def _below(gate: Any, up: Any) -> Any:
@@ -320,7 +319,7 @@ _EFFECTS = ("keys", "decays", "corrections", "samples")
 
 def make_buffers(config: ModelConfig, rows: int, each: int, caches: Caches) -> Buffers:
     """Every buffer of a CUDA plan on `DEVICE`; of verify rows also their effects."""
-    buffers = allocate(_specs(config, rows), PlanMemory(DEVICE))
+    buffers = stage_inputs(_specs(config, rows), PlanMemory(DEVICE))
     buffers.caches = caches
     buffers.limits = StepLimits.of(config, caches, MAX_CONTEXT)
     if each > 1:

@@ -1,0 +1,354 @@
+"""CUDA's steps of `latency_specialized`: one Triton launch each, for one row bucket.
+
+A KDA layer is a projection, its core and the join of its output with the residual; an MLA layer is
+a projection, the query, the attention in splits, and the join; then dense (two launches) or a
+mixture of experts (four). Of few rows a join goes on with the mix and norm of the block behind it,
+so that a step may reach into the next layer; of more rows these are a launch of their own. Owns
+that list and what each step is prepared from; `latency_specialized` is the entrance. Nothing here
+needs Triton before a plan is judged or built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from kdecode.cache.caches import Caches
+from kdecode.cache.open_rows import KeptRows
+from kdecode.config import ModelConfig
+from kdecode.decode.buffers import (
+    INT32,
+    device_buffers,
+    input_buffers,
+    row_effects,
+    value_buffers,
+)
+from kdecode.decode.deployment import Deployment
+from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
+from kdecode.decode.staging import Staging, stage_inputs
+from kdecode.decode.step_check import StepLimits
+from kdecode.kernels import table
+from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.common.mix_norm import (
+    STAGES,
+    JoinWeights,
+    Place,
+    is_fused,
+    mix_norm_of,
+    with_mix_norm,
+)
+from kdecode.kernels.contract import Buffers, OpContract, PlanMemory, Prepared
+from kdecode.kernels.embed_norm.op import EmbedWeights
+from kdecode.kernels.mix_norm.op import contract_at
+from kdecode.kernels.projection.op import ProjectionWeights
+from kdecode.model.layout import PackedKda, PackedLayer, PackedMla, PackedMlp, PackedModel
+from kdecode.model.stages import layer_stages
+
+# The oldest architecture that the kernels are compiled and tested for.
+OLDEST_ARCH = 90
+LAUNCHED_AS = "one CUDA graph"
+
+_COMMIT_NOTE = (
+    "KDA slots are only read; kda_commit of {} layers moves them past the rows that stay, in one "
+    "launch of its own"
+)
+
+Stages = tuple[tuple[int | None, str], ...]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One launch: what its op is prepared from, and what the plan says of it.
+
+    layer: of the problem. matrices: that one row reads.
+    """
+
+    contract: OpContract
+    layer: int | None
+    weights: Any
+    stages: Stages
+    matrices: tuple[Matrix | None, ...] = ()
+    # Of matrices that are not `Matrix` objects: a row of the embedding, the chosen experts.
+    more_bytes: int = 0
+
+
+def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str]:
+    """Reasons of the device and of each op. rows: of the largest plan."""
+    reasons = _refuse_device(deployment)
+    if deployment.rotation_scale is not None:
+        reasons.append("The CUDA plan has no attention that is rotated, as a draft's is.")
+    if find_spec("triton") is None:
+        reasons.append(
+            "The CUDA plan is made of Triton kernels and Triton is not installed here; install the "
+            "extra: pip install 'kdecode[gpu]'."
+        )
+        return reasons
+    for op, layer in _distinct_ops(deployment.config, rows_per_request):
+        if (op, "triton") not in table.TABLE:
+            reasons.append(f"There is no Triton kernel of {op}.")
+            continue
+        problem = deployment.problem(layer, rows, rows_per_request)
+        reasons += table.implementation(op, "triton").refuse(problem)
+    return reasons
+
+
+def describe(
+    deployment: Deployment, packed: PackedModel, rows: int, rows_per_request: int
+) -> DecodePlan:
+    """The plan of a deployment that is not refused, without what it runs on."""
+    config = deployment.config
+    specs = (
+        *input_buffers(rows, deployment.max_pages),
+        *value_buffers(config, rows),
+        *device_buffers(config, rows),
+    )
+    names = frozenset(spec.name for spec in specs)
+    is_verify = rows_per_request > 1 and "kda" in config.layer_kinds
+    return DecodePlan(
+        backend="latency_specialized",
+        config=config,
+        rows=rows,
+        rows_per_request=rows_per_request,
+        steps=tuple(_describe_step(use, config, names) for use in _uses(packed, rows)),
+        buffer_specs=specs,
+        buffers=Buffers(),
+        launch=cannot_run,
+        launched_as=LAUNCHED_AS,
+        notes=(_COMMIT_NOTE.format(config.layer_kinds.count("kda")),) if is_verify else (),
+    )
+
+
+def build(
+    deployment: Deployment,
+    described: DecodePlan,
+    packed: PackedModel,
+    caches: Caches,
+    memory: PlanMemory | None,
+) -> DecodePlan:
+    """The plan that was described, on weights and caches; its steps are launched one by one.
+
+    `graph.capture` makes one call of them. `launches` has what they are.
+    """
+    rows, each = described.rows, described.rows_per_request
+    assert rows is not None
+    memory = memory or PlanMemory(deployment.tensors or deployment.device)
+    buffers = stage_inputs(described.buffer_specs, memory)
+    buffers.caches = caches
+    buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)
+    if each > 1:
+        buffers.effects = row_effects(deployment.config, rows, memory)
+    steps = []
+    for step, use in zip(described.steps, _uses(packed, rows), strict=True):
+        problem = deployment.problem(use.layer, rows, each)
+        implementation = table.implementation(step.op, "triton")
+        prepared = implementation.prepare(problem, use.weights, buffers)
+        steps.append(replace(step, run=prepared.run, prepared=prepared))
+    commit = _build_commit(deployment, buffers, rows, each) if each > 1 else None
+    return replace(described, steps=tuple(steps), buffers=buffers, launch=None, commit=commit)
+
+
+def _refuse_device(deployment: Deployment) -> list[str]:
+    arch = deployment.arch
+    number = arch.removeprefix("sm_")
+    if not number.isdigit():
+        return [f"The architecture of {deployment.device} is not known; it is given as {arch!r}."]
+    if int(number) < OLDEST_ARCH:
+        return [
+            f"The Triton kernels are made for sm_{OLDEST_ARCH} (Hopper) and later; "
+            f"{deployment.device} is {arch}."
+        ]
+    return []
+
+
+def _distinct_ops(config: ModelConfig, rows_per_request: int) -> list[tuple[str, int | None]]:
+    """Each op of the plans, whatever their rows, with the first layer that uses it."""
+    first: dict[str, int | None] = {"embed_norm": 0, "projection": None, "mix_norm": None}
+    for layer, kind in enumerate(config.layer_kinds):
+        ops = ["kda_core"] if kind == "kda" else list(_mla_ops(config))
+        ops.append("attn_join")
+        is_dense = config.mlp_kinds[layer] == "dense"
+        ops += ["dense_up", "dense_join"] if is_dense else [*_MIXTURE, "moe_join"]
+        for op in ops:
+            first.setdefault(op, layer)
+    if rows_per_request > 1 and "kda" in config.layer_kinds:
+        first["kda_commit"] = None
+    return list(first.items())
+
+
+_MIXTURE = ("moe_gate", "expert_up", "expert_down")
+
+
+def _mla_ops(config: ModelConfig) -> tuple[str, ...]:
+    ops = ("mla_query", "mla_attend", "mla_value")
+    return ops if config.mla.q_rank is None else ("mla_query_up", *ops)
+
+
+def _uses(packed: PackedModel, rows: int) -> Iterator[_Use]:
+    """Every launch of a plan, in order."""
+    config = packed.config
+    first = mix_norm_of(config, "attn", 0, packed.layers[0])
+    yield _Use(
+        contract=table.contract("embed_norm"),
+        layer=0,
+        weights=EmbedWeights(packed.embed, first),
+        stages=((None, "embed"), *((0, stage) for stage in STAGES["attn"])),
+        more_bytes=packed.embed.shape[1] * packed.embed.element_size(),
+    )
+    for layer, entry in enumerate(packed.layers):
+        yield from _attention(config, layer, entry)
+        yield from _join(packed, rows, layer, "attn_join", (entry.attention.o_proj,))
+        yield from _mlp(packed, rows, layer)
+    names = ("head_in", "logits")
+    yield _project(None, "head", packed.head, names, is_head=True)
+
+
+def _attention(config: ModelConfig, layer: int, entry: PackedLayer) -> Iterator[_Use]:
+    weights = entry.attention
+    if isinstance(weights, PackedKda):
+        yield _project(layer, "kda_in_proj", weights.in_proj, ("attn_in", "kda_proj"))
+        yield _layer_use(config, "kda_core", layer, entry, (weights.f_b, weights.g_b))
+        return
+    assert isinstance(weights, PackedMla)
+    yield _project(layer, "mla_in_proj", weights.in_proj, ("attn_in", "mla_proj"))
+    read = {
+        "mla_query_up": (weights.q_b,),
+        "mla_query": (weights.w_uk,),
+        "mla_value": (weights.w_uv,),
+    }
+    for op in _mla_ops(config):
+        yield _layer_use(config, op, layer, entry, read.get(op, ()))
+
+
+def _mlp(packed: PackedModel, rows: int, layer: int) -> Iterator[_Use]:
+    config, entry = packed.config, packed.layers[layer]
+    mlp = entry.mlp
+    if isinstance(mlp, PackedMlp):
+        yield _layer_use(config, "dense_up", layer, entry, (mlp.gate_up,))
+        yield from _join(packed, rows, layer, "dense_join", (mlp.down,))
+        return
+    gate_up = None if mlp.shared is None else mlp.shared.gate_up
+    down = None if mlp.shared is None else mlp.shared.down
+    yield _layer_use(config, "moe_gate", layer, entry, (mlp.router, mlp.latent_down, gate_up))
+    expert, count = mlp.experts[0], config.moe.top_k
+    yield _layer_use(config, "expert_up", layer, entry, (expert.gate_up,) * count)
+    yield _layer_use(config, "expert_down", layer, entry, (expert.down,) * count)
+    yield from _join(packed, rows, layer, "moe_join", (mlp.latent_up, down))
+
+
+def _join(
+    packed: PackedModel,
+    rows: int,
+    layer: int,
+    op: str,
+    matrices: tuple[Matrix | None, ...],
+) -> Iterator[_Use]:
+    """The end of a block, and the mix and norm of the next one in the same launch or in another."""
+    config, entry = packed.config, packed.layers[layer]
+    place, then_layer = _next_block(config, layer, op)
+    owner = packed if then_layer is None else packed.layers[then_layer]
+    then = mix_norm_of(config, place, then_layer, owner)
+    mixed: Stages = tuple((then_layer, stage) for stage in STAGES[place])
+    use = _layer_use(config, op, layer, entry, matrices)
+    if is_fused(rows):
+        weights = JoinWeights(entry, then)
+        contract = with_mix_norm(use.contract, place)
+        yield replace(use, contract=contract, weights=weights, stages=(*use.stages, *mixed))
+        return
+    yield replace(use, weights=JoinWeights(entry))
+    yield _Use(contract=contract_at(place), layer=then_layer, weights=then, stages=mixed)
+
+
+def _next_block(config: ModelConfig, layer: int, op: str) -> tuple[Place, int | None]:
+    if op == "attn_join":
+        return "mlp", layer
+    return ("attn", layer + 1) if layer + 1 < config.num_layers else ("final", None)
+
+
+def _layer_use(
+    config: ModelConfig,
+    op: str,
+    layer: int,
+    entry: PackedLayer,
+    matrices: tuple[Matrix | None, ...],
+) -> _Use:
+    contract, present = table.contract(op), layer_stages(config, layer)
+    stages = tuple((layer, stage) for stage in contract.covers if stage in present)
+    return _Use(contract, layer, entry, stages, matrices)
+
+
+def _project(
+    layer: int | None,
+    stage: str,
+    matrix: Matrix,
+    names: tuple[str, str],
+    *,
+    is_head: bool = False,
+) -> _Use:
+    contract = replace(table.contract("projection"), reads=names[:1], writes=names[1:])
+    weights = ProjectionWeights(matrix, *names, is_head)
+    return _Use(contract, layer, weights, ((layer, stage),), (matrix,))
+
+
+def _describe_step(use: _Use, config: ModelConfig, names: frozenset[str]) -> Step:
+    """A step that is not prepared. names: the plan's buffers."""
+    contract, readable, writable = use.contract, names, names
+    layers = tuple(layer for layer, _ in use.stages) or (use.layer,)
+    if contract.name == "attn_join" and use.layer is not None:
+        # No snapshot has been taken before the first layer, and not every layer takes one.
+        if config.snapshots_before(use.layer) == 0:
+            readable = names - {"snapshots"}
+        if not config.is_snapshot_layer(use.layer):
+            writable = names - {"snapshots"}
+    return Step(
+        layers=layers[:1] if len(set(layers)) == 1 else layers,
+        covers=tuple(stage for _, stage in use.stages),
+        op=contract.name,
+        impl="triton",
+        reads=tuple(name for name in contract.reads if name in readable),
+        writes=tuple(name for name in contract.writes if name in writable),
+        run=cannot_run,
+        tolerance=contract.tolerance,
+        weight_bytes=use.more_bytes + sum(m.num_bytes for m in use.matrices if m is not None),
+    )
+
+
+def _build_commit(
+    deployment: Deployment, buffers: Buffers, rows: int, rows_per_request: int
+) -> Callable[[Sequence[KeptRows]], None]:
+    """What moves the slots of a verify step."""
+    requests = rows // rows_per_request
+    spec = Buffer("kept_rows", (requests, 3), INT32, "input")
+    staging = Staging((spec,), buffers.memory, "kept_rows")
+    buffers["kept_rows"] = staging.tensors["kept_rows"]
+    if not buffers.effects:
+        return lambda kept: None
+    problem = deployment.problem(None, rows, rows_per_request)
+    prepared = table.implementation("kda_commit", "triton").prepare(problem, None, buffers)
+    return SlotCommit(staging, prepared, requests)
+
+
+@dataclass(frozen=True)
+class SlotCommit:
+    """`DecodePlan.commit`: one launch for all layers. prepared: that launch."""
+
+    staging: Staging
+    prepared: Prepared
+    requests: int
+
+    def __call__(self, kept: Sequence[KeptRows]) -> None:
+        lines = [(entry.span.slot, entry.span.first, entry.kept) for entry in kept]
+        lines += [(0, 0, 0)] * (self.requests - len(lines))
+        self.staging.arrays()["kept_rows"][:] = lines
+        self.staging.send()
+        self.prepared.run()
+
+
+def launches(plan: DecodePlan) -> list[Any]:
+    """Every `Launch` of a plan that was built, the commit's included: what a compiler needs."""
+    # `TritonStep`s, whose module cannot be imported without Triton.
+    prepared: list[Any] = [step.prepared for step in plan.steps]
+    if isinstance(plan.commit, SlotCommit):
+        prepared.append(plan.commit.prepared)
+    return [entry.launch for entry in prepared]
