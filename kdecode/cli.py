@@ -25,7 +25,16 @@ EXIT_INTERRUPTED = 130
 def build_parser() -> argparse.ArgumentParser:
     import argparse
 
-    from kdecode.commands import bench, check, compare, generate, make_checkpoint, plan, serve
+    from kdecode.commands import (
+        bench,
+        check,
+        compare,
+        eval,
+        generate,
+        make_checkpoint,
+        plan,
+        serve,
+    )
 
     parser = argparse.ArgumentParser(
         prog="kdecode",
@@ -35,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--verbose", action="store_true", help="log what the engine does, on stderr"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (generate, serve, plan, check, compare, bench, make_checkpoint):
+    for command in (generate, serve, plan, check, compare, eval, bench, make_checkpoint):
         name = command.__name__.rsplit(".", 1)[1].replace("_", "-")
         sub = commands.add_parser(
             name,

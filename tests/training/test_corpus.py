@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,14 +77,6 @@ def test_needle_items_end_with_the_key_that_they_begin_with(
         last = text.rstrip("\n").split("\n")[-1]
         assert text.count(last) == 2
         assert last.startswith("SECRET_")
-        assert len(last.split("'")[1]) == corpus.NEEDLE_LETTERS
-
-
-def test_a_needle_can_be_answered_from_its_prompt_only() -> None:
-    item = corpus.needle(random.Random(3), "x = 1")
-    assert item.answer in item.prompt.split("\n")[0]
-    assert item.prompt.endswith("= '")
-    assert corpus.needle(random.Random(4), "x = 1").answer != item.answer
 
 
 def test_ngram_probabilities_are_a_distribution() -> None:

@@ -1,4 +1,4 @@
-"""The text: Python's standard library, its split, its tokens, and needle items in its style.
+"""The text: Python's standard library, its split and its tokens.
 
 Owns which files are read, in which order, and which are held out. The source is the interpreter
 that runs the training, so that no download is needed; `Corpus.digest` says whether it was the same.
@@ -7,7 +7,6 @@ that runs the training, so that no download is needed; `Corpus.digest` says whet
 from __future__ import annotations
 
 import hashlib
-import random
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,9 +23,6 @@ _EXCLUDED_DIRS = {"site-packages", "dist-packages", "__pycache__", "encodings", 
 _MAX_FILE_BYTES = 300_000
 # One file in so many is held out, by a digest of its path.
 HELD_OUT_EVERY = 20
-
-NEEDLE_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-NEEDLE_LETTERS = 6
 
 
 @dataclass(frozen=True)
@@ -73,19 +69,3 @@ def token_stream(tokenizer: Tokenizer, texts: tuple[str, ...], end_id: int) -> N
         ids.extend(tokenizer.encode_text(text))
         ids.append(end_id)
     return np.asarray(ids, dtype=np.uint16)
-
-
-@dataclass(frozen=True)
-class Needle:
-    """A key, filler of a given length, and the question that asks for the key again."""
-
-    prompt: str
-    answer: str
-
-
-def needle(rng: random.Random, filler: str) -> Needle:
-    """A needle item around ``filler``. The key is letters that no text predicts."""
-    name = "".join(rng.choices(NEEDLE_ALPHABET, k=4))
-    answer = "".join(rng.choices(NEEDLE_ALPHABET, k=NEEDLE_LETTERS))
-    line = f"SECRET_{name} = '"
-    return Needle(f"{line}{answer}'\n{filler}\n\n# The same key once more.\n{line}", answer)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k3train.corpus import needle
 from k3train.target import Target
+from kdecode.eval.needles import needle
 from kdecode.model.tokenizer import Tokenizer
 
 STEP_TOKENS = 8192
@@ -46,7 +46,7 @@ class Batches:
         # The filler is cut so that the whole fits; the item ends the sequence.
         filler = self._stream[start : start + rng.randrange(16, length - 80)]
         item = needle(rng, self._tokenizer.decode(filler.tolist(), skip_special=True))
-        ids = self._tokenizer.encode_text(f"{item.prompt}{item.answer}'\n")
+        ids = self._tokenizer.encode_text(f"{item.prompt}{item.answer}")
         before = self._stream[start + len(filler) :][: max(0, length - len(ids))]
         return np.concatenate([before, np.asarray(ids, dtype=np.uint16)])[-length:]
 
