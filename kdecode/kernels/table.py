@@ -42,9 +42,30 @@ _TORCH = (
     "latent_up",
 )
 
+# The ops of a CUDA plan, and those of the standard path that have kernels there.
+_TRITON = (
+    "embed_norm",
+    "projection",
+    "attn_join",
+    "mix_norm",
+    "moe_join",
+    "dense_up",
+    "dense_join",
+    "mla_query_up",
+    "mla_query",
+    "mla_attend",
+    "mla_value",
+    "kda_core",
+    "kda_commit",
+    "moe_gate",
+    "expert_up",
+    "expert_down",
+)
+
 TABLE: dict[tuple[str, str], str] = {
     **{(op, "cpu"): f"kdecode.kernels.{op}.cpu" for op in _NATIVE},
     **{(op, "torch"): f"kdecode.kernels.{op}.torch_impl" for op in _TORCH},
+    **{(op, "triton"): f"kdecode.kernels.{op}.triton_impl" for op in _TRITON},
 }
 
 
