@@ -162,6 +162,12 @@ def _run_needles(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.eval.needles import find, make_items
 
     text, bar = read_prompt_file(args.text), ProgressBar()
+    # A token has at least one byte.
+    if len(text.encode()) < max(args.distances):
+        raise InputError(
+            f"{args.text} has {len(text.encode()):,} bytes; filler of {max(args.distances):,} "
+            "tokens cannot be cut from it."
+        )
 
     def evaluate(llm: LLM, directory: Path) -> list[int]:
         ids, counts = llm.tokenizer.encode_text(text), []
