@@ -93,6 +93,11 @@ class Controls:
     def adjust(self, logits: Tensor) -> Tensor:
         """Logits [vocab] as they are to be sampled from; a new tensor. Raises ControlError."""
         params = self._params
+        closing = self._closing_token()
+        if closing is not None:
+            only = torch.full_like(logits, float("-inf"))
+            only[closing] = 0.0
+            return only
         logits = logits.clone() if self._bias is None else logits + self._bias
         if self._is_seen is not None:
             penalty = params.repetition_penalty
@@ -109,6 +114,19 @@ class Controls:
         if float(logits.max()) == float("-inf"):
             raise ControlError("the request's own limits leave no token that could follow")
         return logits
+
+    def _closing_token(self) -> int | None:
+        """The one that has to follow where the reply's first channel has had its tokens."""
+        channel = self._params.channel
+        if channel is None:
+            return None
+        written = self._reply[channel.num_tokens :]
+        place = len(self._reply) - channel.num_tokens
+        if not 0 <= place < len(channel.closing) or written != [*channel.closing[:place]]:
+            return None
+        if not channel.marks.isdisjoint(self._reply[: channel.num_tokens]):
+            return None
+        return channel.closing[place]
 
     def _banned(self) -> list[int]:
         """The last tokens of bad words whose other tokens the reply ends with."""

@@ -58,6 +58,19 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True)
+class ChannelBudget:
+    """How long the channel may be in which a reply begins.
+
+    When the reply has num_tokens tokens, `closing` follows, whatever the logits are; unless one of
+    `marks` is among them, with which the reply has left the channel by itself.
+    """
+
+    num_tokens: int
+    closing: tuple[int, ...]
+    marks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
@@ -69,12 +82,12 @@ class SamplingParams:
     of the likeliest tokens are told beside each chosen one; None tells nothing. prompt_logprobs:
     the same for the tokens of the prompt.
 
-    What comes before temperature and filters, in this order (`controls.py`): allowed_token_ids, the
-    only tokens there are; bad_words, texts whose last token is not chosen after the others; the
-    language of `structured`, at the end of which the reply ends; logit_bias, pairs of token and
-    what is added; repetition_penalty, which divides (multiplies, below 0) logits of tokens in
-    prompt and reply; frequency_penalty and presence_penalty, subtracted for each and for any
-    occurrence in the reply.
+    What comes before temperature and filters, in this order (`controls.py`): channel, whose closing
+    tokens leave no choice; allowed_token_ids, the only tokens there are; bad_words, texts whose
+    last token is not chosen after the others; the language of `structured`, at the end of which the
+    reply ends; logit_bias, pairs of token and what is added; repetition_penalty, which divides
+    (multiplies, below 0) logits of tokens in prompt and reply; frequency_penalty and
+    presence_penalty, subtracted for each and for any occurrence in the reply.
     """
 
     max_tokens: int = 128
@@ -96,6 +109,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     structured: StructuredOutput | None = None
+    channel: ChannelBudget | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -159,6 +173,7 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.bad_words
             or self.structured is not None
+            or self.channel is not None
         )
 
 

@@ -80,6 +80,16 @@ def encode_chat(
         pieces = render_k3(messages, tools, thinking, effort)
     else:
         pieces = _render_kimi_linear(messages, tools)
+    return _encode(tokenizer, pieces)
+
+
+def end_of_reasoning(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What leads from the inside of K3's think channel to that of the response."""
+    close = _element("think", [], [])[len(_open("think")) :]
+    return tuple(_encode(tokenizer, [*close, *_open("response")]))
+
+
+def _encode(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> list[int]:
     ids: list[int] = []
     for piece in pieces:
         if piece.is_marker:

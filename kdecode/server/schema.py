@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from kdecode.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams, StructuredOutput
+from kdecode.engine.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    ChannelBudget,
+    SamplingParams,
+    StructuredOutput,
+)
 from kdecode.server.schema_language import LanguageFields, StrictModel
 
 # Fields without influence on a reply's content.
@@ -39,7 +45,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "return_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -97,7 +102,7 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 def _describe_others(schema: dict[str, Any]) -> None:
     """Adds the fields that are accepted without being served; others may only be null."""
     for name, values in NEUTRAL.items():
-        schema["properties"][name] = {"enum": [*values, None]}
+        schema["properties"].setdefault(name, {"enum": [*values, None]})
     for name in sorted(IGNORED):
         schema["properties"][name] = {}
     schema["additionalProperties"] = {"type": "null"}
@@ -135,6 +140,7 @@ class GenerationRequest(LanguageFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    return_token_ids: bool | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -188,6 +194,7 @@ class GenerationRequest(LanguageFields):
         end_ids: tuple[int, ...] = (),
         structured: StructuredOutput | None = None,
         prompt_logprobs: int | None = None,
+        channel: ChannelBudget | None = None,
     ) -> SamplingParams:
         """Parameters of one choice; the choices of a seeded request have seeds that count up.
 
@@ -217,6 +224,7 @@ class GenerationRequest(LanguageFields):
             ),
             bad_words=tuple(self.bad_words or ()),
             structured=structured,
+            channel=channel,
         )
 
 
@@ -277,6 +285,8 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -15,8 +15,21 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from kdecode.engine.async_engine import AsyncEngine, Job, RequestGroup
-from kdecode.engine.request import SamplingParams, StructuredOutput
-from kdecode.model.chat import END_OF_MSG, IM_END, chat_format, encode_chat
+from kdecode.engine.request import (
+    ChannelBudget,
+    RequestError,
+    SamplingParams,
+    StructuredOutput,
+)
+from kdecode.model.chat import (
+    CLOSE,
+    END_OF_MSG,
+    IM_END,
+    OPEN,
+    chat_format,
+    encode_chat,
+    end_of_reasoning,
+)
 from kdecode.server.errors import ApiError, api_error_of
 from kdecode.server.languages import K3Grammar
 from kdecode.server.metrics import Metrics, RequestWatch
@@ -121,6 +134,7 @@ class Service:
         )
         is_k3 = chat_format(tokenizer) == "kimi_k3"
         end = tokenizer.special_id(END_OF_MSG if is_k3 else IM_END)
+        channel = self._reasoning_budget(body, is_k3)
         structured = self._chat_language(body, is_k3)
         await self._prepare(structured)
         most = self._reply_tokens(len(prompt), body.reply_tokens, default=self.max_context_tokens)
@@ -137,6 +151,7 @@ class Service:
                 end_ids=() if body.ignore_eos else (end,),
                 structured=structured,
                 prompt_logprobs=body.prompt_logprobs,
+                channel=channel,
             )
             parser: ReplyParser = PlainParser()
             if is_k3:
@@ -149,7 +164,8 @@ class Service:
                     max_calls=1 if body.parallel_tool_calls is False else None,
                 )
             jobs.append(_job(prompt, params, body))
-            choices.append(ChatChoice(index, tokenizer, parser, prompt, head.id.partition("-")[2]))
+            calls = head.id.partition("-")[2]
+            choices.append(ChatChoice(index, tokenizer, parser, prompt, calls, body))
         return Prepared(jobs, Reply("chat.completion", head, choices, body.num_choices))
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -177,6 +193,19 @@ class Service:
         """Compiles a language here, so that the engine's steps need not wait for it."""
         if structured is not None:
             await asyncio.to_thread(self._llm.languages.prepare, structured)
+
+    def _reasoning_budget(self, body: ChatRequest, is_k3: bool) -> ChannelBudget | None:
+        """The end of the reasoning, where it may have so many tokens only. Raises RequestError."""
+        budget = body.thinking_token_budget
+        if budget is None or not body.thinking:
+            return None
+        if not is_k3:
+            raise RequestError(
+                "thinking_token_budget is set; this model's chats have no reasoning."
+            )
+        tokenizer = self._llm.tokenizer
+        marks = frozenset(map(tokenizer.special_id, (OPEN, CLOSE, END_OF_MSG)))
+        return ChannelBudget(budget, end_of_reasoning(tokenizer), marks)
 
     def _chat_language(self, body: ChatRequest, is_k3: bool) -> StructuredOutput | None:
         """The language of a whole reply. Raises RequestError."""

@@ -16,7 +16,7 @@ from kdecode.engine.request import TokenLogprobs
 from kdecode.model.tokenizer import Tokenizer
 from kdecode.server.errors import dumps
 from kdecode.server.parser import Delta, PlainParser, ReplyParser
-from kdecode.server.schema import CompletionRequest
+from kdecode.server.schema import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
@@ -43,10 +43,16 @@ class Head:
 
 
 class Choice(ABC):
-    """One choice of a reply, fed with the events of its request."""
+    """One choice of a reply, fed with the events of its request. tells_ids: of prompt and reply."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, parser: ReplyParser, prompt: Sequence[int]
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        parser: ReplyParser,
+        prompt: Sequence[int],
+        *,
+        tells_ids: bool = False,
     ) -> None:
         self.index = index
         # vLLM's form of the prompt's logprobs, for a request that asks for it.
@@ -58,6 +64,8 @@ class Choice(ABC):
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._parser = parser
+        self._ids: list[int] | None = [] if tells_ids else None
+        self._has_told_prompt = not tells_ids
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -75,6 +83,26 @@ class Choice(ABC):
         elif event.finish_reason is not None:
             self.finish_reason = event.finish_reason
         return self._piece(deltas, event)
+
+    def prompt_ids_once(self) -> Json:
+        """The prompt's ids, for the choice's first chunk, where ids are told."""
+        if self._has_told_prompt:
+            return {}
+        self._has_told_prompt = True
+        return self.prompt_ids()
+
+    def prompt_ids(self) -> Json:
+        return {} if self._ids is None else {"prompt_token_ids": list(self._prompt)}
+
+    def _reply_ids(self) -> Json:
+        return {} if self._ids is None else {"token_ids": self._ids}
+
+    def _new_ids(self, event: Event) -> Json:
+        """The id that the event added, where ids are told; each belongs to one chunk."""
+        if self._ids is None or event.token_id is None:
+            return {}
+        self._ids.append(event.token_id)
+        return {"token_ids": [event.token_id]}
 
     def _vllm_logprobs(self, told: Sequence[TokenLogprobs]) -> list[Json | None]:
         """By token id: the likeliest ones and the prompt's own; nothing of its first token."""
@@ -108,7 +136,8 @@ class CompletionChoice(Choice):
     def __init__(
         self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], body: CompletionRequest
     ) -> None:
-        super().__init__(index, tokenizer, PlainParser(), prompt)
+        tells_ids = bool(body.return_token_ids)
+        super().__init__(index, tokenizer, PlainParser(), prompt, tells_ids=tells_ids)
         self._texts: list[str] = []
         self._echo = tokenizer.decode(prompt, skip_special=True) if body.echo else ""
         self._echoes_logprobs = body.logprobs is not None and bool(body.echo)
@@ -125,7 +154,8 @@ class CompletionChoice(Choice):
         if self._echo:
             text, self._echo = self._echo + text, ""
         logprobs = self._entries(event)
-        if not text and logprobs is None and self.finish_reason is None:
+        ids = self._new_ids(event) if self._has_reply else {}
+        if not text and logprobs is None and not ids and self.finish_reason is None:
             return None
         self._texts.append(text)
         return {
@@ -133,6 +163,8 @@ class CompletionChoice(Choice):
             "text": text,
             "logprobs": logprobs,
             "finish_reason": self.finish_reason,
+            **ids,
+            **self.prompt_ids_once(),
         }
 
     def _entries(self, event: Event) -> Json | None:
@@ -171,6 +203,8 @@ class CompletionChoice(Choice):
             "logprobs": self._logprobs,
             "finish_reason": self.finish_reason,
             **({} if self._tells_prompt is None else {"prompt_logprobs": self.prompt_logprobs}),
+            **self._reply_ids(),
+            **self.prompt_ids(),
         }
 
 
@@ -184,8 +218,11 @@ class ChatChoice(Choice):
         parser: ReplyParser,
         prompt: Sequence[int],
         call_prefix: str,
+        body: ChatRequest,
     ) -> None:
-        super().__init__(index, tokenizer, parser, prompt)
+        tells_ids = bool(body.return_token_ids)
+        super().__init__(index, tokenizer, parser, prompt, tells_ids=tells_ids)
+        self._shows_reasoning = body.include_reasoning is not False
         self._call_prefix = f"call_{call_prefix}_{index}_"
         self._has_begun = False
         self._reasoning: list[str] = []
@@ -201,7 +238,7 @@ class ChatChoice(Choice):
         reasoning = "".join(item.text for item in deltas if item.kind == "reasoning")
         content = "".join(item.text for item in deltas if item.kind == "content")
         calls = self._call_pieces(deltas)
-        if reasoning:
+        if reasoning and self._shows_reasoning:
             delta["reasoning"] = delta["reasoning_content"] = reasoning
             self._reasoning.append(reasoning)
         if content:
@@ -212,13 +249,15 @@ class ChatChoice(Choice):
         if self._calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         logprobs = self._entry(event)
-        if not delta and logprobs is None and self.finish_reason is None:
+        ids = self._new_ids(event)
+        if not delta and logprobs is None and not ids and self.finish_reason is None:
             return None
         return {
             "index": self.index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": self.finish_reason,
+            **ids,
         }
 
     def _call_pieces(self, deltas: Sequence[Delta]) -> list[Json]:
@@ -281,6 +320,7 @@ class ChatChoice(Choice):
             "message": message,
             "logprobs": logprobs,
             "finish_reason": self.finish_reason,
+            **self._reply_ids(),
         }
 
 
@@ -313,7 +353,9 @@ class Reply:
 
     def chunk(self, piece: Json, *, has_usage: bool) -> Json:
         usage = {"usage": self.usage()} if has_usage else {}
-        return {**self._document(is_chunk=True), "choices": [piece], **usage}
+        # A completion's piece has had them already.
+        prompt = self.choices[piece["index"]].prompt_ids_once()
+        return {**self._document(is_chunk=True), "choices": [piece], **usage, **prompt}
 
     def usage_chunk(self) -> Json:
         return {**self._document(is_chunk=True), "choices": [], "usage": self.usage()}
@@ -321,9 +363,12 @@ class Reply:
     def whole(self) -> Json:
         choices = [choice.whole() for choice in self.choices]
         document = {**self._document(is_chunk=False), "choices": choices, "usage": self.usage()}
-        prompt = self.choices[0].prompt_logprobs
-        if self._kind == "chat.completion" and prompt is not None:
-            document["prompt_logprobs"] = prompt
+        # A chat has one prompt, whatever its choices.
+        first = self.choices[0]
+        if self._kind == "chat.completion":
+            document |= first.prompt_ids()
+            if first.prompt_logprobs is not None:
+                document["prompt_logprobs"] = first.prompt_logprobs
         return document
 
     def _document(self, *, is_chunk: bool) -> Json:

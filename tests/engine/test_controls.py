@@ -13,7 +13,12 @@ import torch
 from kdecode.cache.budget import page_bytes, slot_bytes
 from kdecode.engine.controls import ControlError, Controls, controls_of
 from kdecode.engine.engine import LLM
-from kdecode.engine.request import RequestError, SamplingParams, StructuredOutput
+from kdecode.engine.request import (
+    ChannelBudget,
+    RequestError,
+    SamplingParams,
+    StructuredOutput,
+)
 from kdecode.engine.structured import Languages
 from kdecode.model.tokenizer import Tokenizer
 
@@ -72,6 +77,31 @@ def test_the_last_token_of_a_bad_word_does_not_follow_the_others() -> None:
         seen.append(banned)
         controls.take(token)
     assert seen == [[1], [1, 3], [1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("reply", "forced"),
+    [
+        ([], None),
+        ([5], None),
+        ([5, 6], 1),
+        ([5, 6, 1], 2),
+        # Closed, or left by itself within the budget, or by drafts that held unseen.
+        ([5, 6, 1, 2], None),
+        ([5, 1], None),
+        ([1, 6, 1], None),
+        ([5, 6, 7], None),
+    ],
+)
+def test_a_channel_is_closed_when_its_tokens_are_spent(
+    reply: list[int], forced: int | None
+) -> None:
+    channel = ChannelBudget(2, closing=(1, 2), marks=frozenset((1, 3)))
+    # What is banned, biased or not allowed matters no more then.
+    settings = {"allowed_token_ids": (4, 5), "logit_bias": ((4, 100.0),)}
+    found = _adjusted([0.0] * 8, (), reply, channel=channel, **settings)
+    is_open = [token for token, logit in enumerate(found) if logit > -INF]
+    assert is_open == ([4, 5] if forced is None else [forced])
 
 
 def test_limits_that_leave_nothing_are_an_error() -> None:

@@ -11,7 +11,7 @@ import pytest
 from replies import USER, encode, reply_ids
 from served_model import Served
 
-from kdecode.model.chat import Piece, encode_chat
+from kdecode.model.chat import Piece, encode_chat, end_of_reasoning
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 ARGUMENTS = {"word": 'a "猫" 😀', "n": [1, 2.5, None]}
@@ -137,6 +137,70 @@ def test_without_thinking_there_is_no_reasoning(
     assert (message.reasoning, message.content) == (None, "yes")
     prompt = encode_chat(served.llm.tokenizer, [USER], thinking=False)
     assert reply.usage.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_may_be_left_out(served: Served, script: Script, stream: bool) -> None:
+    ids = reply_ids(served.llm.tokenizer, MESSAGE)
+    script(ids)
+    settings = {"tools": TOOLS, "extra_body": {"include_reasoning": False}}
+    if stream:
+        message = _joined(_chat(served, stream=True, **settings))[0]
+        assert not {"reasoning", "reasoning_content"} & set(message)
+        assert message["content"] == MESSAGE["content"]
+        return
+    reply = _chat(served, **settings)
+    message = reply.choices[0].message
+    assert (message.reasoning, message.reasoning_content) == (None, None)
+    assert message.content == MESSAGE["content"]
+    # It was computed all the same.
+    assert reply.usage.completion_tokens == len(ids)
+    assert reply.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings"),
+    [
+        (0, {}),
+        (7, {}),
+        (7, {"temperature": 1.0, "seed": 3}),
+        # What closes the channel comes before what the client wants of its answer.
+        (7, {"logit_bias": {"5": 100}, "tools": TOOLS}),
+        (7, {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_reasoning_ends_with_its_budget(
+    served: Served, budget: int, settings: dict[str, Any]
+) -> None:
+    """A random model never closes its reasoning by itself."""
+    extra = {"thinking_token_budget": budget, "return_token_ids": True}
+    reply = _chat(served, max_tokens=40, extra_body=extra, **settings)
+    tokenizer = served.llm.tokenizer
+    closing = end_of_reasoning(tokenizer)
+    ids = tuple(reply.choices[0].token_ids)
+    assert ids[budget : budget + len(closing)] == closing
+    assert reply.usage.completion_tokens_details.reasoning_tokens <= budget
+    assert reply.choices[0].message.content
+    assert bool(reply.choices[0].message.reasoning) == (budget > 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": ["five"]}, {"n": 2}])
+def test_ids_of_prompt_and_reply(served: Served, script: Script, settings: dict[str, Any]) -> None:
+    """Every token is in one chunk, those of markup too; the prompt is in the first one."""
+    script(reply_ids(served.llm.tokenizer, MESSAGE))
+    settings = {**settings, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
+    whole = _chat(served, **settings)
+    assert whole.prompt_token_ids == encode_chat(served.llm.tokenizer, [USER], TOOLS)
+    ids: dict[int, list[int]] = {choice.index: [] for choice in whole.choices}
+    prompts = []
+    for chunk in _chat(served, stream=True, **settings):
+        prompts.append(getattr(chunk, "prompt_token_ids", None))
+        for choice in chunk.choices:
+            ids[choice.index] += getattr(choice, "token_ids", [])
+    assert ids == {choice.index: choice.token_ids for choice in whole.choices}
+    assert sum(map(len, ids.values())) == whole.usage.completion_tokens
+    assert [prompt for prompt in prompts if prompt] == [whole.prompt_token_ids] * len(ids)
+    assert prompts[0] == whole.prompt_token_ids
 
 
 def test_logprobs_are_those_of_the_answers_text(served: Served, script: Script) -> None:

@@ -65,6 +65,27 @@ def test_the_pieces_of_a_stream_are_the_whole(served: Served) -> None:
         assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
 
 
+def test_ids_of_prompt_and_reply(served: Served) -> None:
+    prompts = [[1, 2, 3], [4, 5]]
+    settings = {"max_tokens": 12, "echo": True, "extra_body": {"return_token_ids": True}}
+    whole = _complete(served, prompts, **settings)
+    assert [choice.prompt_token_ids for choice in whole.choices] == prompts
+    assert [len(choice.token_ids) for choice in whole.choices] == [12, 12]
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    told: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in _complete(served, prompts, stream=True, **settings):
+        for choice in chunk.choices:
+            ids[choice.index] += getattr(choice, "token_ids", [])
+            told[choice.index].append(getattr(choice, "prompt_token_ids", None))
+    assert ids == {choice.index: choice.token_ids for choice in whole.choices}
+    assert [[prompt for prompt in told[i] if prompt] for i in told] == [[p] for p in prompts]
+    assert [told[i][0] for i in told] == prompts
+    scored = _complete(served, [1, 2], **{**settings, "max_tokens": 0})
+    assert scored.choices[0].token_ids == []
+    plain = _complete(served, [1, 2])
+    assert not hasattr(plain.choices[0], "token_ids")
+
+
 def test_usage_comes_when_asked_and_with_no_choices(served: Served) -> None:
     options = {"include_usage": True}
     *chunks, last = _complete(served, stream=True, stream_options=options)
@@ -214,6 +235,8 @@ def test_a_prompt_that_is_too_long_says_so(served: Served) -> None:
         ({"guided_regex": "a", "guided_choice": ["a"]}, "give one of them"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is needed"),
         ({"best_of": 3}, "best_of is 3"),
+        ({"include_stop_str_in_output": True}, "serves only False"),
+        ({"thinking_token_budget": 3}, "'thinking_token_budget' is not a field"),
         ({"beam_me": True}, "'beam_me' is not a field"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ""}, "stop has an empty text"),
