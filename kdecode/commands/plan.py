@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdecode.bench.wording import counted
+from kdecode.commands import plan_device
 from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
@@ -20,9 +21,9 @@ from kdecode.commands.common import (
     positive,
     write_json,
 )
+from kdecode.config import EngineConfig
 
 if TYPE_CHECKING:
-    from kdecode.config import EngineConfig
     from kdecode.decode.plan import DecodePlan, Step
 
 HELP = "print the plan of a decode step"
@@ -52,11 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead")
     add_engine_arguments(parser)
     add_speculative_argument(parser)
+    plan_device.add_arguments(parser)
+    parser.set_defaults(decode_backend=None)
 
 
 def run(args: argparse.Namespace) -> int:
     from kdecode.decode.latency_specialized import BackendRefusedError
 
+    plan_device.check_arguments(args)
+    if args.decode_backend is None:
+        is_device = args.arch is not None
+        args.decode_backend = "latency_specialized" if is_device else EngineConfig().decode_backend
     config = engine_config(
         args, max_context_tokens=context_tokens(args.context_tokens), max_requests=1
     )
@@ -67,6 +74,13 @@ def run(args: argparse.Namespace) -> int:
             raise InputError("Give --drafts or --speculative-config, which has their number.")
         args.drafts = config.speculative.num_speculative_tokens
     try:
+        if args.arch is not None:
+            launches, text = plan_device.run(_source(args), args, config)
+            if args.json:
+                write_json(launches, "-")
+            else:
+                print(text)
+            return 0
         # An engine that does not speculate has no plan of verify steps; its configuration tells it.
         is_described = args.config is not None or args.drafts is not None
         plan, packed_bytes = _described(args, config) if is_described else _built(args, config)

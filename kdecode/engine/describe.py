@@ -13,9 +13,10 @@ from kdecode.config import EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import draft_specialized, latency_specialized
 from kdecode.decode.auto import build_auto_plan
+from kdecode.decode.latency_specialized import Deployment
 from kdecode.decode.plan import DecodePlan, cannot_run
 from kdecode.decode.runner import deployment_of, plan_sizes, resolve, row_buckets
-from kdecode.engine.preflight import check_description
+from kdecode.engine.preflight import check_context, check_description
 from kdecode.engine.worker import trunk_format
 from kdecode.model.outline import outline_bytes, outline_model
 
@@ -49,15 +50,46 @@ def describe_plan(
         deployment = deployment_of(config, engine, runs=False)
         plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)
         return replace(plan, notes=(*plan.notes, *notes)), size
-    # Scales matter to a run only; the released checkpoints have none.
-    scales = dict.fromkeys(range(config.num_layers), 1.0)
-    caches = Caches.allocate(
-        config, "meta", 1, 1, engine.page_tokens, cache_dtype=engine.cache_dtype, scales=scales
-    )
+    caches = _meta_caches(config, engine)
     # The standard forward is the same on every device, and this one need not exist.
     plan = build_auto_plan(packed, caches, replace(engine, device="cpu"))
     steps = tuple(replace(step, run=cannot_run) for step in plan.steps)
     return replace(plan, steps=steps, notes=notes), size
+
+
+def describe_launches(
+    config: ModelConfig, engine: EngineConfig, arch: str, rows: int, rows_per_request: int = 1
+) -> DecodePlan:
+    """The CUDA plan of so many rows on an architecture ("sm_90"), made of tensors without memory.
+
+    Its steps have their launches, which `decode.launches` prints and compiles; nothing can run.
+    Raises ConfigError and BackendRefusedError as an engine does.
+    """
+    check_context(config, engine)
+    deployment = Deployment(
+        config=config,
+        device="cuda",
+        isa="",
+        threads=None,
+        cache_dtype=engine.cache_dtype,
+        page_tokens=engine.page_tokens,
+        max_context_tokens=engine.max_context_tokens,
+        arch=arch,
+        tensors="meta",
+    )
+    packed = outline_model(config, "rows", "mxfp4_rows")
+    plan = latency_specialized.build(
+        deployment, packed, _meta_caches(config, engine), rows, rows_per_request
+    )
+    return replace(plan, launch=cannot_run)
+
+
+def _meta_caches(config: ModelConfig, engine: EngineConfig) -> Caches:
+    # Scales matter to a run only; the released checkpoints have none.
+    scales = dict.fromkeys(range(config.num_layers), 1.0)
+    return Caches.allocate(
+        config, "meta", 1, 1, engine.page_tokens, cache_dtype=engine.cache_dtype, scales=scales
+    )
 
 
 def describe_draft(

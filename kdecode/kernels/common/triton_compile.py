@@ -171,7 +171,13 @@ def _compile_or_message(job: CompileJob) -> Resources | str:
     try:
         return compile_one(job)
     except Exception as error:  # the compiler raises what it likes, and other jobs are to go on
-        return f"{type(error).__name__}: {error}"
+        # What is wrong in a function that the kernel calls is the cause of the outermost one.
+        reasons: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None:
+            reasons.append(f"{type(cause).__name__}: {cause}")
+            cause = cause.__cause__
+        return "\nbecause of ".join(reasons)
 
 
 def compile_one(job: CompileJob) -> Resources:

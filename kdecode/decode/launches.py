@@ -1,0 +1,176 @@
+"""What a CUDA plan launches: grids, tiles, and what a compiler makes of it.
+
+Owns the lines behind `kdecode plan --arch`: one a launch, with registers and memory where the plan
+was compiled, and layers of the same launches as one group. Knows neither ops nor how a launch is
+made or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdecode.config import ModelConfig
+from kdecode.decode.plan import DecodePlan
+
+if TYPE_CHECKING:
+    from kdecode.kernels.common.triton_compile import Resources
+
+# Constants of a kernel that are choices, not sizes of the model, begin so.
+_TILE_NAMES = ("BLOCK", "SPLIT")
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """One launch of a plan. layer: of its first stage. tile: what the kernel's constants choose.
+
+    compiled: what a program takes; None where nothing was compiled.
+    """
+
+    layer: int | None
+    op: str
+    covers: tuple[str, ...]
+    kernel: str
+    grid: tuple[int, ...]
+    warps: int
+    stages: int
+    tile: Mapping[str, int]
+    weight_bytes: int
+    compiled: Resources | None = None
+
+
+def launch_lines(plan: DecodePlan) -> list[LaunchLine]:
+    """The launches of a plan that was built, in order; a commit's comes last."""
+    from kdecode.decode.latency_cuda import launches
+
+    found = []
+    for index, launch in enumerate(launches(plan)):
+        is_step = index < len(plan.steps)
+        step = plan.steps[index] if is_step else None
+        name = getattr(launch.kernel, "fn", launch.kernel).__name__
+        found.append(
+            LaunchLine(
+                layer=None if step is None else step.layers[0],
+                op="kda_commit" if step is None else step.op,
+                covers=() if step is None else step.covers,
+                kernel=name,
+                grid=tuple(launch.grid),
+                warps=launch.num_warps,
+                stages=launch.num_stages,
+                tile={
+                    key: value
+                    for key, value in launch.constants.items()
+                    if key.startswith(_TILE_NAMES) and isinstance(value, int)
+                },
+                weight_bytes=0 if step is None else step.weight_bytes or 0,
+            )
+        )
+    return found
+
+
+def compile_lines(
+    plan: DecodePlan, arch: str, folder: Path, processes: int = 1
+) -> list[LaunchLine]:
+    """`launch_lines` of a plan that was built for an architecture, compiled for it.
+
+    folder: where results are kept. Raises CompileError for what cannot be compiled.
+    """
+    from kdecode.decode.latency_cuda import launches
+    from kdecode.kernels.common.triton_compile import compile_all, compile_job
+
+    jobs = [compile_job(launch, arch) for launch in launches(plan)]
+    resources = compile_all(jobs, folder, processes)
+    return [
+        replace(line, compiled=resources[job])
+        for line, job in zip(launch_lines(plan), jobs, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class LaunchGroup:
+    """Layers with the same launches, and the launches of the first of them.
+
+    name: their kind; of what lies outside of the layers, where. layers: none there. A launch that
+    reaches into the next layer belongs to the one where it begins.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    lines: tuple[LaunchLine, ...]
+
+
+def layer_kind(config: ModelConfig, layer: int) -> str:
+    mlp = "dense" if config.mlp_kinds[layer] == "dense" else "MoE"
+    return f"{config.layer_kinds[layer].upper()} + {mlp}"
+
+
+def group_lines(config: ModelConfig, lines: Sequence[LaunchLine]) -> list[LaunchGroup]:
+    """The launches of a plan in its order, each kind of layer once.
+
+    What a program takes is the most of any layer in the group.
+    """
+    runs = [(layer, tuple(run)) for layer, run in groupby(lines, key=lambda line: line.layer)]
+    members: dict[object, list[tuple[int | None, tuple[LaunchLine, ...]]]] = {}
+    for number, (layer, run) in enumerate(runs):
+        shape = tuple(replace(line, layer=None, compiled=None) for line in run)
+        kind = number if layer is None else layer_kind(config, layer)
+        # Tiles are dictionaries, which have no hash.
+        members.setdefault((kind, repr(shape)), []).append((layer, run))
+    groups: list[LaunchGroup] = []
+    for found in members.values():
+        first = found[0][0]
+        if first is None:
+            name = "after" if groups else "before"
+        else:
+            name = layer_kind(config, first)
+            is_known = any(group.name == name for group in groups)
+            name += f", from {first}" if is_known else ""
+        layers = tuple(layer for layer, _ in found if layer is not None)
+        columns = zip(*(run for _, run in found), strict=True)
+        groups.append(LaunchGroup(name, layers, tuple(_most(column) for column in columns)))
+    return groups
+
+
+def _most(lines: tuple[LaunchLine, ...]) -> LaunchLine:
+    """The line of several layers, with the most that one of them takes."""
+    compiled = [line.compiled for line in lines if line.compiled is not None]
+    if not compiled:
+        return lines[0]
+    most = {
+        name: max(getattr(entry, name) for entry in compiled)
+        for name in ("registers", "stack_bytes", "shared_bytes")
+    }
+    return replace(lines[0], compiled=replace(compiled[0], **most))
+
+
+def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
+    """Rows of a table, the head first."""
+    is_compiled = any(line.compiled is not None for group in groups for line in group.lines)
+    head = ["layers", "op", "kernel", "grid", "warps", "stages", "tile"]
+    head += ["registers", "spilled", "shared"] if is_compiled else []
+    rows = [(*head, "covers")]
+    for group in groups:
+        for index, line in enumerate(group.lines):
+            cells = [
+                group.name if index == 0 else "",
+                line.op,
+                line.kernel,
+                " x ".join(map(str, line.grid)),
+                str(line.warps),
+                str(line.stages),
+                tile_text(line.tile),
+            ]
+            if line.compiled is not None:
+                compiled = line.compiled
+                sizes = (compiled.registers, compiled.stack_bytes, compiled.shared_bytes)
+                cells += [f"{size:,}" for size in sizes]
+            rows.append((*cells, " ".join(line.covers) or "-"))
+    return rows
+
+
+def tile_text(tile: Mapping[str, Any]) -> str:
+    """Names as the table of tiles has them."""
+    return " ".join(f"{name.removeprefix('BLOCK_').lower()}={tile[name]}" for name in tile) or "-"
