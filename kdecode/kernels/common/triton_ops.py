@@ -23,14 +23,8 @@ def dot_bf16(a, b, acc):
 
 @triton.jit
 def to_bf16(x):
-    """fp32 rounded to the nearest bf16, to even between two; the interpreter's cast cuts off."""
-    if IS_INTERPRETED:
-        bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
-        rounded = (bits & -0x10000).to(tl.float32, bitcast=True)
-        return tl.where(x == x, rounded, x).to(tl.bfloat16)
-    else:
-        return x.to(tl.bfloat16)
+    """fp32 rounded to the nearest bf16, to even between two."""
+    return x.to(tl.bfloat16)
 
 
 @triton.jit

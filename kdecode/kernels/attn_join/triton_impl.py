@@ -1,0 +1,25 @@
+"""attn_join in Triton: `common/triton_join.py: join` with o_proj and the push of a snapshot."""
+
+from __future__ import annotations
+
+from kdecode.kernels.common.mix_norm import JoinWeights
+from kdecode.kernels.common.triton_join import prepare_join, refuse_plan_rows
+from kdecode.kernels.common.triton_launch import TritonStep
+from kdecode.kernels.contract import Buffers, Problem
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Every reason why this problem cannot run."""
+    return refuse_plan_rows(problem)
+
+
+def prepare(problem: Problem, weights: JoinWeights, buffers: Buffers) -> TritonStep:
+    assert problem.layer is not None
+    return prepare_join(
+        problem,
+        weights.layer.attention.o_proj,
+        weights.then,
+        buffers,
+        names=("attn_out", "attn_delta"),
+        is_push=problem.config.is_snapshot_layer(problem.layer),
+    )

@@ -1,0 +1,24 @@
+"""dense_join in Triton: `common/triton_join.py: join` with the down projection."""
+
+from __future__ import annotations
+
+from kdecode.kernels.common.mix_norm import JoinWeights
+from kdecode.kernels.common.triton_join import prepare_join, refuse_plan_rows
+from kdecode.kernels.common.triton_launch import TritonStep
+from kdecode.kernels.contract import Buffers, Problem
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Every reason why this problem cannot run."""
+    return refuse_plan_rows(problem)
+
+
+def prepare(problem: Problem, weights: JoinWeights, buffers: Buffers) -> TritonStep:
+    return prepare_join(
+        problem,
+        weights.layer.mlp.down,
+        weights.then,
+        buffers,
+        names=("dense_product", "mlp_delta"),
+        is_push=False,
+    )

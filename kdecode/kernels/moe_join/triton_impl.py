@@ -1,0 +1,252 @@
+"""moe_join in Triton: a program makes its columns of both products and of the residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kdecode.kernels.common.mix_norm import JoinWeights
+from kdecode.kernels.common.triton_join import (
+    add_residual,
+    finish_rows,
+    plan_join,
+    plan_rows,
+    refuse_plan_rows,
+    row_major,
+)
+from kdecode.kernels.common.triton_launch import Launch, TritonStep, tensor_for
+from kdecode.kernels.common.triton_mix import score_snapshot
+from kdecode.kernels.common.triton_ops import round_bf16, to_bf16
+from kdecode.kernels.common.triton_product import product, product_tile
+from kdecode.kernels.contract import Buffers, Problem
+
+BF16 = torch.bfloat16
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Every reason why this problem cannot run."""
+    return refuse_plan_rows(problem)
+
+
+def prepare(problem: Problem, weights: JoinWeights, buffers: Buffers) -> TritonStep:
+    """weights.layer: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its matrices in "rows"."""
+    config, rows, moe = problem.config, plan_rows(problem), weights.layer.mlp
+    width = config.hidden_size
+    side = config.moe.latent_width or width
+    tile = product_tile("moe_join", problem.arch, rows, width, side)
+    plan = plan_join(problem, weights.then, buffers, tile, is_push=False)
+    delta = buffers["mlp_delta"]
+    arguments = {
+        **plan.arguments,
+        "expert_sum": tensor_for(buffers["expert_sum"], BF16, (rows, side), name="expert_sum"),
+        "delta_out": tensor_for(delta, BF16, (rows, width), name="mlp_delta"),
+        **_latents(problem, moe, buffers),
+        **_shared(problem, moe, buffers),
+    }
+    constants = {
+        **plan.constants,
+        "SIDE": side,
+        "SHARED": config.moe.shared_width,
+        "HAS_LATENTS": moe.latent_up is not None,
+        "HAS_NORM": moe.latent_norm is not None,
+    }
+    launch = Launch(moe_join, (plan.programs,), arguments, constants, tile.warps, tile.stages)
+    return TritonStep(launch)
+
+
+def _latents(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
+    """The way back from the latents; without them nothing of it is read or written."""
+    rows, width, side = plan_rows(problem), problem.config.hidden_size, problem.config.moe
+    unused = buffers["prefix"]
+    if moe.latent_up is None:
+        return {"latent_up": unused, "latent_norm": unused, "routed": unused}
+    assert side.latent_width is not None
+    norm = moe.latent_norm
+    if norm is not None:
+        tensor_for(norm, torch.float32, (side.latent_width,), name="the latents' norm")
+    return {
+        "latent_up": row_major(moe.latent_up, (width, side.latent_width), "latent_up"),
+        "latent_norm": unused if norm is None else norm,
+        "routed": tensor_for(buffers["routed"], BF16, (rows, width), name="routed"),
+    }
+
+
+def _shared(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
+    """The down projection of the shared experts; without them nothing of it is read or written."""
+    rows, width, unused = plan_rows(problem), problem.config.hidden_size, buffers["prefix"]
+    inner = problem.config.moe.shared_width
+    if not inner:
+        return {"shared_product": unused, "shared_down": unused, "shared": unused}
+    return {
+        "shared_product": tensor_for(
+            buffers["shared_product"], BF16, (rows, inner), name="shared_product"
+        ),
+        "shared_down": row_major(moe.shared.down, (width, inner), "the shared down matrix"),
+        "shared": tensor_for(buffers["shared"], BF16, (rows, width), name="shared"),
+    }
+
+
+@triton.jit
+def _moe_delta(
+    expert_sum,
+    latent_up,
+    latent_norm,
+    routed,
+    shared_product,
+    shared_down,
+    shared,
+    eps,
+    n,
+    rows,
+    SIDE: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_LATENTS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """mlp_delta of columns n [BLOCK_N], [BLOCK_N, BLOCK_R] bf16; writes routed and shared."""
+    held = tl.minimum(n, WIDTH - 1)
+    r = tl.arange(0, BLOCK_R)[None, :]
+    at = r * WIDTH + n[:, None]
+    inside = (r < rows) & (n < WIDTH)[:, None]
+    if HAS_LATENTS:
+        acc = product(
+            expert_sum,
+            latent_up,
+            latent_norm,
+            eps,
+            held,
+            rows,
+            0,
+            SIDE,
+            SIDE,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_K,
+            HAS_NORM,
+        )
+        tl.store(routed + at, to_bf16(acc), mask=inside)
+        delta = round_bf16(acc)
+    else:
+        delta = tl.load(expert_sum + at, mask=inside, other=0.0).to(tl.float32)
+    if SHARED > 0:
+        acc = product(
+            shared_product,
+            shared_down,
+            shared_product,
+            eps,
+            held,
+            rows,
+            0,
+            SHARED,
+            SHARED,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_K,
+            False,
+        )
+        tl.store(shared + at, to_bf16(acc), mask=inside)
+        delta += round_bf16(acc)
+    return to_bf16(delta)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def moe_join(
+    expert_sum,
+    latent_up,
+    latent_norm,
+    routed,
+    shared_product,
+    shared_down,
+    shared,
+    delta_out,
+    prefix,
+    pushed,
+    snapshots,
+    mix_weight,
+    norm_weight,
+    scores,
+    mix_out,
+    norm_out,
+    counter,
+    eps,
+    rows,
+    SIDE: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_LATENTS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SCORED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PUSH: tl.constexpr,
+    FUSED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    SNAPSHOTS: tl.constexpr,
+    MAX_SNAPSHOTS: tl.constexpr,
+):
+    """The first rows * SCORED programs score snapshots; the others have BLOCK_N columns each."""
+    program = tl.program_id(0)
+    block = program - rows * SCORED
+    if block < 0:
+        score_snapshot(
+            program % rows,
+            program // rows,
+            rows,
+            snapshots,
+            mix_weight,
+            scores,
+            eps,
+            WIDTH,
+            BLOCK_WIDTH,
+            MAX_SNAPSHOTS,
+        )
+    else:
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        delta = _moe_delta(
+            expert_sum,
+            latent_up,
+            latent_norm,
+            routed,
+            shared_product,
+            shared_down,
+            shared,
+            eps,
+            n,
+            rows,
+            SIDE,
+            SHARED,
+            HAS_LATENTS,
+            HAS_NORM,
+            WIDTH,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        add_residual(delta, n, rows, delta_out, prefix, pushed, WIDTH, BLOCK_R, PUSH)
+    if FUSED:
+        finish_rows(
+            counter,
+            rows,
+            prefix,
+            snapshots,
+            mix_weight,
+            norm_weight,
+            scores,
+            mix_out,
+            norm_out,
+            eps,
+            WIDTH,
+            BLOCK_WIDTH,
+            SNAPSHOTS,
+            MAX_SNAPSHOTS,
+            PUSH,
+        )

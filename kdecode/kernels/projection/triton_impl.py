@@ -1,0 +1,103 @@
+"""projection in Triton: a program makes a block of output columns for all rows of the step.
+
+Of three rows or more and few columns several programs share a block, each with a part of the input
+columns; the last of them adds the parts in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kdecode.kernels.common.triton_join import plan_rows, refuse_plan_rows, row_major
+from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_ops import is_last_arrival, to_bf16
+from kdecode.kernels.common.triton_product import product, product_rows, product_tile
+from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.projection.op import ProjectionWeights
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Every reason why this problem cannot run."""
+    return refuse_plan_rows(problem)
+
+
+def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> TritonStep:
+    rows, (columns, inner) = plan_rows(problem), (weights.matrix.rows, weights.matrix.cols)
+    tile = product_tile("projection", problem.arch, rows, columns, inner, can_split=True)
+    blocks, block_r = divide_up(columns, tile.block_n), product_rows(rows)
+    source, out = buffers[weights.input], buffers[weights.output]
+    dtype = torch.float32 if weights.is_head else torch.bfloat16
+    out = tensor_for(out, dtype, (rows, columns), name=weights.output)
+    partial, counters = out, out  # not used by one program a block
+    if tile.split > 1:
+        # Of another size for another matrix.
+        size = tile.split * blocks * tile.block_n * block_r
+        partial = buffers.scratch(f"product_parts_{size}", (size,), torch.float32)
+        counters = buffers.counters(blocks)
+    arguments = {
+        "x": tensor_for(source, torch.bfloat16, (rows, inner), name=weights.input),
+        "weight": row_major(weights.matrix, (columns, inner), f"the matrix of {weights.output}"),
+        "out": out,
+        "partial": partial,
+        "counters": counters,
+        "rows": rows,
+    }
+    constants = {
+        "COLUMNS": columns,
+        "INNER": inner,
+        "BLOCK_R": block_r,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "SPLIT": tile.split,
+    }
+    grid = (blocks, tile.split)
+    return TritonStep(Launch(projection, grid, arguments, constants, tile.warps, tile.stages))
+
+
+@triton.jit
+def _store(acc, out, n, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Rounded to bf16, also where the buffer is fp32."""
+    r = tl.arange(0, BLOCK_R)[None, :]
+    inside = (r < rows) & (n < COLUMNS)[:, None]
+    rounded = to_bf16(acc).to(out.dtype.element_ty)
+    tl.store(out + r * COLUMNS + n[:, None], rounded, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def projection(
+    x,
+    weight,
+    out,
+    partial,
+    counters,
+    rows,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    block, part = tl.program_id(0), tl.program_id(1)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    held = tl.minimum(n, COLUMNS - 1)
+    steps: tl.constexpr = (INNER + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
+    begin = part * steps * BLOCK_K
+    end = tl.minimum(begin + steps * BLOCK_K, INNER)
+    acc = product(
+        x, weight, x, 0.0, held, rows, begin, end, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
+    )
+    if SPLIT == 1:
+        _store(acc, out, n, rows, COLUMNS, BLOCK_R)
+    else:
+        size: tl.constexpr = BLOCK_N * BLOCK_R
+        own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+        first = partial + block * SPLIT * size
+        tl.store(first + part * size + own, acc)
+        if is_last_arrival(counters + block, SPLIT):
+            total = tl.load(first + own)
+            for other in tl.static_range(1, SPLIT):
+                total += tl.load(first + other * size + own)
+            _store(total, out, n, rows, COLUMNS, BLOCK_R)
