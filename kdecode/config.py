@@ -212,6 +212,8 @@ class EngineConfig:
                 f"{self.decode_backend!r}; only latency_specialized has kernels for it. Its "
                 "weights differ from the checkpoint's: no comparison of backends has it."
             )
+        if self.device != "cpu":
+            self._check_packing()
         if self.isa is not None:
             check_choice("isa", self.isa, get_args(Isa))
         check_int("page_tokens", self.page_tokens, at_least=1, at_most=MAX_PAGE_TOKENS)
@@ -233,6 +235,15 @@ class EngineConfig:
                     "only an fp8 cache has a scale."
                 )
             check_cache_scale("cache_scale", self.cache_scale)
+
+    def _check_packing(self) -> None:
+        """Raises ConfigError for formats of weights that only the kernels of the CPU read."""
+        for name, plain in (("trunk_format", ("bf16",)), ("lossless_packing", ("auto", "off"))):
+            if getattr(self, name) not in plain:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r} and device {self.device!r}; only the "
+                    f"kernels of the CPU read such weights: set {name} to {plain[0]!r}."
+                )
 
     @property
     def changes_weights(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from types import TracebackType
@@ -20,11 +20,13 @@ from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.budget import item_bytes
 from kdecode.cache.caches import Caches
 from kdecode.decode.auto import load_step
+from kdecode.decode.device import on_device, wait_for
 from kdecode.decode.plan import DecodePlan, Step
 from kdecode.decode.runner import callers_threads, load_inputs
 from kdecode.decode.traffic import (
     commit_bytes,
     expert_bytes,
+    runs_experts,
     stage_state_bytes,
     verify_state_bytes,
 )
@@ -37,7 +39,8 @@ class StepCost:
 
     microseconds: the median. weight_bytes: with each expert counted once a run, whichever rows
     chose it. state_bytes: state and cache of all rows, read and written. distinct_experts: mean
-    over the runs; None for a step without experts.
+    over the runs; None for a step without experts. launches: of a CUDA graph of the step, where it
+    was counted.
     """
 
     layer: int | None
@@ -48,6 +51,7 @@ class StepCost:
     weight_bytes: float
     state_bytes: int
     distinct_experts: float | None
+    launches: int | None = None
 
     @property
     def num_bytes(self) -> float:
@@ -58,7 +62,7 @@ class StepCost:
 class PlanCost:
     """A plan's steps, and `plan_microseconds`: the median of runs that were not interrupted to time
     single steps (one native call, where the plan has one). Of a verify step also what it costs to
-    move the slots past all of its rows."""
+    move the slots past all of its rows. timed_as: in words, where it was not the host's clock."""
 
     backend: str
     rows: int
@@ -68,6 +72,7 @@ class PlanCost:
     rows_per_request: int = 1
     commit_microseconds: float | None = None
     commit_bytes: int = 0
+    timed_as: str = ""
 
     @property
     def num_bytes(self) -> float:
@@ -99,7 +104,10 @@ class PlanProbe:
         self._each = rows_per_request
         self._packed, self._plan, self._caches = packed, plan, caches
         self._rows, self._context_tokens = rows, context_tokens
-        self._is_native = plan.launch is not None
+        self._is_static = plan.rows is not None
+        # The native pool owns the cores in its own plans; torch's threads would only fight it.
+        self._device = str(next(iter(_pools(caches))).device)
+        self._has_one_thread = self._is_static and self._device == "cpu"
         self._num_threads = num_threads
         self._random = random.Random(0)
         self._slots: list[int] = []
@@ -130,12 +138,11 @@ class PlanProbe:
         if runs < 1:
             raise ValueError(f"{runs} timed runs; there has to be at least 1.")
         whole, commits, single = [], [], []
-        with torch.no_grad(), callers_threads():
-            # The native pool owns the cores in its own plans; torch's threads would only fight it.
-            torch.set_num_threads(1 if self._is_native else self._num_threads)
+        with torch.no_grad(), callers_threads(), on_device(self._device):
+            torch.set_num_threads(1 if self._has_one_thread else self._num_threads)
             for _ in range(runs + 1):
                 whole.append(self._timed_run())
-                commits.append(_microseconds(self._commit))
+                commits.append(self._microseconds(self._commit))
                 single.append(self._timed_steps())
                 self._commit()
         is_verify = self._each > 1
@@ -165,16 +172,16 @@ class PlanProbe:
 
     def _timed_run(self) -> float:
         self._load()
-        return _microseconds(self._plan.run)
+        return self._microseconds(self._plan.run)
 
     def _timed_steps(self) -> list[tuple[float, int | None]]:
         """Microseconds of each step, and the distinct experts of those that run experts."""
         self._load()
         timed: list[tuple[float, int | None]] = []
         for step in self._plan.steps:
-            spent = _microseconds(step.run)
+            spent = self._microseconds(step.run)
             experts = None
-            if "experts" in step.covers:
+            if runs_experts(step.op, step.covers):
                 chosen = self._plan.buffers["route_ids"][: self._rows]
                 experts = len(set(chosen.flatten().tolist()))
             timed.append((spent, experts))
@@ -183,10 +190,10 @@ class PlanProbe:
     def _cost(self, step: Step, runs: Sequence[tuple[float, int | None]]) -> StepCost:
         experts = None
         weight_bytes = float(step.weight_bytes or 0)
-        if "experts" in step.covers and step.layers[0] is not None:
+        if runs_experts(step.op, step.covers) and step.layers[0] is not None:
             experts = fmean(count for _, count in runs if count is not None)
             more = experts - self._plan.config.moe.top_k
-            weight_bytes += more * expert_bytes(self._packed, step.layers[0])
+            weight_bytes += more * expert_bytes(self._packed, step.layers[0], step.op)
         item, context = item_bytes(self._caches.cache_dtype), self._context_tokens
         config, each = self._plan.config, self._each
         state = sum(
@@ -220,14 +227,16 @@ class PlanProbe:
             )
             for slot, pages in zip(self._slots, self._pages, strict=True)
         )
-        load = load_inputs if self._is_native else load_step
+        load = load_inputs if self._is_static else load_step
         load(self._plan, StepBatch(requests))
 
     def _fill(self) -> None:
         generator = torch.Generator().manual_seed(0)
         for slot in self._slots:
             for state in (*self._caches.conv.values(), *self._caches.recurrent.values()):
-                state[slot].normal_(std=0.1, generator=generator)
+                # Drawn on the host, so that they are the same on every device.
+                drawn = torch.empty(state.shape[1:], dtype=state.dtype)
+                state[slot].copy_(drawn.normal_(std=0.1, generator=generator))
         for cache in self._caches.pages.values():
             for page in (page for pages in self._pages for page in pages):
                 rows = torch.empty(cache.shape[1:], dtype=torch.float32)
@@ -240,8 +249,14 @@ class PlanProbe:
             self._caches.free_pages(pages)
         self._slots, self._pages = [], []
 
+    def _microseconds(self, run: Callable[[], None]) -> float:
+        """With what the device still has to do of it."""
+        wait_for(self._device)
+        start = time.perf_counter_ns()
+        run()
+        wait_for(self._device)
+        return (time.perf_counter_ns() - start) / 1000
 
-def _microseconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter_ns()
-    run()
-    return (time.perf_counter_ns() - start) / 1000
+
+def _pools(caches: Caches) -> Iterator[torch.Tensor]:
+    yield from (*caches.conv.values(), *caches.recurrent.values(), *caches.pages.values())

@@ -22,6 +22,8 @@ from kdecode.cache.open_rows import OpenSpan
 from kdecode.config import ConfigError, EngineConfig, Isa, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import auto, latency_specialized
+from kdecode.decode.device import device_arch, on_device
+from kdecode.decode.graph import GraphPool, capture
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
 from kdecode.decode.step_check import StepError, check_step
@@ -131,24 +133,42 @@ class StepRunner:
         self._buckets = row_buckets(engine)
         self._verify_rows = verify_rows
         self._logged: set[str] = set()
-        # Of the native plans; None where there are none.
+        # Of the specialised plans; None where there are none.
         self.deployment: Deployment | None = None
         # Of the last step: what the draft reads of each of its rows, [R, taps, M].
         self.last_taps: torch.Tensor | None = None
         if engine.decode_backend == "latency_specialized":
-            deployment = self.deployment = deployment_of(packed.config, engine)
-            memory = PlanMemory()
-            # Most rows first: the others use the beginning of its memory.
-            sizes = plan_sizes(self._buckets, verify_rows, engine.max_requests)
-            for rows, each in sorted(sizes, reverse=True):
-                self._plans[rows, each] = latency_specialized.build(
-                    deployment, packed, caches, rows, each, memory
-                )
+            self.deployment = deployment_of(packed.config, engine)
+            with on_device(engine.device):
+                self._plans = self._build_plans(self.deployment, draft)
         plans = (self._standard, *self._plans.values())
         self._taps = {} if draft is None else {id(plan): Taps.of(plan, draft) for plan in plans}
 
+    def _build_plans(
+        self, deployment: Deployment, draft: DraftConfig | None
+    ) -> dict[tuple[int, int], DecodePlan]:
+        """Every prepared plan; on CUDA with its graphs, for which the caches have to be free."""
+        memory, plans = PlanMemory(deployment.device), {}
+        # Most rows first: the others use the beginning of its memory.
+        sizes = plan_sizes(self._buckets, self._verify_rows, self.engine.max_requests)
+        for size in sorted(sizes, reverse=True):
+            plans[size] = latency_specialized.build(
+                deployment, self._packed, self._caches, *size, memory
+            )
+        if not deployment.is_cuda:
+            return plans
+        pool = GraphPool()
+        for size, plan in plans.items():
+            ranges = () if draft is None else Taps.of(plan, draft).ranges(plan)
+            plans[size] = capture(plan, pool, ranges)
+        return plans
+
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits [requests that need them, vocab] fp32, in request order."""
+        with on_device(self.engine.device):
+            return self._run(batch)
+
+    def _run(self, batch: StepBatch) -> torch.Tensor:
         reason: str | None = "decode_backend is auto"
         if self._plans:
             most = self.engine.max_requests
@@ -266,17 +286,19 @@ def check_processor(engine: EngineConfig) -> None:
 
 
 def deployment_of(config: ModelConfig, engine: EngineConfig, *, runs: bool = True) -> Deployment:
-    """The native deployment that a resolved configuration asks for; with threads where it runs."""
+    """The deployment that a resolved configuration asks for; native threads where it runs."""
     if engine.isa is None:
         raise ValueError("The configuration has no instruction set yet; `resolve` decides it.")
+    has_threads = runs and engine.device == "cpu"
     return Deployment(
         config=config,
         device=engine.device,
         isa=engine.isa,
-        threads=native.Pool(engine.resolved_threads()) if runs else None,
+        threads=native.Pool(engine.resolved_threads()) if has_threads else None,
         cache_dtype=engine.cache_dtype,
         page_tokens=engine.page_tokens,
         max_context_tokens=engine.max_context_tokens,
+        arch=device_arch(engine.device),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,15 +28,17 @@ class Taps:
     def of(plan: DecodePlan, draft: DraftConfig) -> Taps:
         return Taps(tuple(_points(plan, draft)))
 
+    def ranges(self, plan: DecodePlan) -> list[tuple[int, int]]:
+        """The ranges of steps, begin .. end - 1, that `run` launches."""
+        ends = sorted({0, len(plan.steps), *(step + 1 for step, _ in self.points)})
+        return list(pairwise(ends))
+
     def run(self, plan: DecodePlan) -> Tensor:
         """Runs the plan once; [R, taps, M] bf16, a row for each of the step's."""
-        rows, begin = [], 0
-        for step, buffer in self.points:
-            if step >= begin:
-                plan.run_range(begin, step + 1)
-                begin = step + 1
-            rows.append(plan.buffers[buffer].clone())
-        plan.run_range(begin, len(plan.steps))
+        rows = []
+        for begin, end in self.ranges(plan):
+            plan.run_range(begin, end)
+            rows += [plan.buffers[name].clone() for step, name in self.points if step + 1 == end]
         return torch.stack(rows, dim=1)
 
 

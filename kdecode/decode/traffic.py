@@ -48,12 +48,18 @@ def op_weight_bytes(
     return total + early if op == "moe_front" else total - early
 
 
-def expert_bytes(packed: PackedModel, layer: int) -> int:
-    """Packed bytes of one routed expert of a layer; 0 where there are none."""
+def runs_experts(op: str, covers: tuple[str, ...]) -> bool:
+    """Whether a step reads routed experts: on CUDA the stage has a first step without a stage."""
+    return "experts" in covers or op == "expert_up"
+
+
+def expert_bytes(packed: PackedModel, layer: int, op: str = "experts") -> int:
+    """Packed bytes that a step reads of one routed expert of a layer; 0 where there are none."""
     mlp = packed.layers[layer].mlp
     if not isinstance(mlp, PackedMoe):
         return 0
-    return sum(matrix.num_bytes for matrix in _mlp_matrices(mlp.experts[0]))
+    gate_up, down = (matrix.num_bytes for matrix in _mlp_matrices(mlp.experts[0]))
+    return {"expert_up": gate_up, "expert_down": down}.get(op, gate_up + down)
 
 
 def stage_state_bytes(

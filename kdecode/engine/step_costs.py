@@ -12,6 +12,7 @@ from functools import partial
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
+from kdecode.decode.device import wait_for
 from kdecode.decode.draft_standard import ContextRows, DraftRequest
 from kdecode.decode.runner import StepRunner, StepStats, callers_threads
 from kdecode.speculative.adaptive import StepCosts
@@ -36,9 +37,11 @@ def measure_costs(
             for drafts in range(num_drafts + 1):
                 parts = zip(slots, pages, strict=True)
                 step = StepBatch(tuple(_request(*part, drafts) for part in parts))
-                measured[step.num_rows] = _fastest(partial(_run, runner, caches, step))
+                run = partial(_run, runner, caches, step)
+                measured[step.num_rows] = _fastest(run, runner.engine.device)
             if count == 1:
-                draft = _fastest(_block(runner, forward, pages[0], num_drafts))
+                block = _block(runner, forward, pages[0], num_drafts)
+                draft = _fastest(block, runner.engine.device)
         finally:
             for slot, own in zip(slots, pages, strict=True):
                 caches.free_slot(slot)
@@ -71,12 +74,14 @@ def _block(
     return lambda: forward.block([request], num_drafts, lambda place, logits: [0])
 
 
-def _fastest(run: Callable[[], object]) -> float:
+def _fastest(run: Callable[[], object], device: str) -> float:
     """Seconds; the first run meets cold caches and does not count."""
     run()
     times = []
     for _ in range(_RUNS):
+        wait_for(device)
         begin = time.perf_counter()
         run()
+        wait_for(device)
         times.append(time.perf_counter() - begin)
     return min(times)

@@ -164,7 +164,7 @@ def trunk_format(engine: EngineConfig) -> TrunkFormat:
 
     engine: a resolved configuration.
     """
-    if engine.decode_backend != "latency_specialized":
+    if engine.decode_backend != "latency_specialized" or engine.device != "cpu":
         return "rows"
     if engine.trunk_format != "bf16":
         return "int8_tiles" if engine.trunk_format == "int8" else "int4_tiles"

@@ -1,0 +1,44 @@
+"""What the decode paths ask of a device: its architecture, to be the current one, to be done.
+
+Owns the only calls of `torch.cuda` beside graphs and staging. Nothing here needs a GPU to be
+imported, and for the CPU nothing happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kdecode.decode.latency_cuda import OLDEST_ARCH
+
+
+def device_arch(device: str) -> str:
+    """ "sm_90" of a CUDA device, "" of the CPU.
+
+    Where torch finds no GPU, as when a plan is described on another machine, it is the oldest one
+    that plans are made for; that there is no device is `engine/preflight.py`'s to say.
+    """
+    if device == "cpu":
+        return ""
+    if not torch.cuda.is_available():
+        return f"sm_{OLDEST_ARCH}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Makes a CUDA device the current one: kernels that are not torch's own run there."""
+    if device == "cpu":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+def wait_for(device: str) -> None:
+    """Returns when the device has done all that it was given."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)

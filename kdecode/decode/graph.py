@@ -1,0 +1,85 @@
+"""CUDA graphs: the launches of a plan, recorded once and replayed by one call.
+
+Owns warming up (whatever a first launch does is done before), recording and which range of steps a
+graph is for. A replay reads the inputs where the recorded launches did, in the plan's own buffers,
+so that other requests, slots and positions need nothing of the host but `load_inputs`. Does not
+know ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kdecode.decode.latency_cuda import LAUNCHED_AS
+from kdecode.decode.plan import DecodePlan
+
+# Steps begin .. end - 1.
+StepRange = tuple[int, int]
+
+
+class GraphPool:
+    """The memory that the graphs of one engine share: no two of them run at a time."""
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def record(self, run: Callable[[], None]) -> Any:
+        """A graph of what ``run`` launches; nothing of it runs now."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.handle)
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+def capture(plan: DecodePlan, pool: GraphPool, ranges: Sequence[StepRange] = ()) -> DecodePlan:
+    """The plan with a graph of all of its steps, and of each of ``ranges``.
+
+    Other ranges are launched step by step. The plan runs once before, on slot 0 and page 0 of its
+    caches: they must be free, and the slots are cleared again.
+    """
+    warm_up(plan)
+    graphs = {
+        span: pool.record(lambda span=span: _launch(plan, *span))  # type: ignore[misc]
+        for span in {(0, len(plan.steps)), *ranges}
+    }
+
+    def launch(begin: int, end: int) -> None:
+        graph = graphs.get((begin, end))
+        if graph is None:
+            _launch(plan, begin, end)
+        else:
+            graph.replay()
+
+    return replace(plan, launch=launch, launched_as=LAUNCHED_AS)
+
+
+def warm_up(plan: DecodePlan) -> None:
+    """Runs a plan, and its commit, on made-up rows: every kernel is compiled and loaded then."""
+    buffers, caches = plan.buffers, plan.buffers.caches
+    for name, rows in buffers.staging.arrays().items():
+        # Slot 0, page 0, and token 0 at position 0, which exist; all rows may write the same.
+        rows.fill(0)
+        if name == "row_position":
+            rows[:] = [row % plan.rows_per_request for row in range(len(rows))]
+    buffers.staging.send()
+    _launch(plan, 0, len(plan.steps))
+    if plan.commit is not None:
+        plan.commit(())
+    torch.cuda.synchronize()
+    if caches.conv:
+        caches.clear_slot(0)
+
+
+def _launch(plan: DecodePlan, begin: int, end: int) -> None:
+    for step in plan.steps[begin:end]:
+        step.run()
