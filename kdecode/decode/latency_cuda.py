@@ -351,4 +351,4 @@ def launches(plan: DecodePlan) -> list[Any]:
     prepared: list[Any] = [step.prepared for step in plan.steps]
     if isinstance(plan.commit, SlotCommit):
         prepared.append(plan.commit.prepared)
-    return [entry.launch for entry in prepared]
+    return [launch for entry in prepared for launch in entry.launches]

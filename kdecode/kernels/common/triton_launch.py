@@ -50,13 +50,22 @@ class Launch:
 
 @dataclass(frozen=True)
 class TritonStep:
-    """A prepared step: one launch, and what has to stay alive for it beside its arguments."""
+    """A prepared step: one launch, and what has to stay alive for it beside its arguments.
+
+    then: launches that follow it, where a step of many rows needs them.
+    """
 
     launch: Launch
     alive: tuple[object, ...] = ()
+    then: tuple[Launch, ...] = ()
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        return self.launch, *self.then
 
     def run(self) -> None:
-        self.launch.run()
+        for launch in self.launches:
+            launch.run()
 
 
 def row_block(rows: int) -> int:

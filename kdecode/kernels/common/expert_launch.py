@@ -1,0 +1,131 @@
+"""What the launches of expert_up, expert_down and the standard path's experts have in common.
+
+Owns tile sizes and the tensors of an `ExpertStack` as kernels take them: MXFP4 in 32-bit words of 8
+codes. Its kernels' device functions are in `triton_experts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdecode.config import MXFP4_GROUP, ModelConfig
+from kdecode.kernels.common.expert_stack import ExpertStack
+from kdecode.kernels.common.tile_table import choose
+from kdecode.kernels.common.triton_launch import tensor_for
+from kdecode.kernels.contract import Buffers
+
+BF16 = torch.bfloat16
+# Up to so many rows every (row, slot) pair is multiplied by itself: few of them share an expert.
+PAIR_ROWS = 4
+# Pairs of one expert that a program multiplies at a time in a plan's steps of more rows.
+TILE_ROWS = 16
+# Numbers of a pair's tile that one program holds: 128 bytes of them a thread.
+_CODED_TILE, _BF16_TILE = 1 << 15, 1 << 13
+
+
+@dataclass(frozen=True)
+class ExpertTile:
+    """block_n rows of an expert's matrix a program, block_k of its columns at a time."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def stack_of(mixture: Any, buffers: Buffers) -> ExpertStack:
+    """The experts of a `PackedMoe`; the proof that they are one block is done once."""
+    made: ExpertStack = buffers.memory.once(
+        "experts", mixture, lambda: ExpertStack.of(mixture.experts)
+    )
+    return made
+
+
+def up_arguments(config: ModelConfig, stack: ExpertStack) -> dict[str, Any]:
+    """``data`` and ``scales`` of gate and up."""
+    side, width = expert_side(config), config.moe.expert_width
+    shape = (config.moe.num_experts, 2 * width, side)
+    return _matrices(stack.gate_up, stack.gate_up_scales, shape, "the experts' gate and up")
+
+
+def down_arguments(config: ModelConfig, stack: ExpertStack) -> dict[str, Any]:
+    """``data`` and ``scales`` of down."""
+    shape = (config.moe.num_experts, expert_side(config), config.moe.expert_width)
+    return _matrices(stack.down, stack.down_scales, shape, "the experts' down")
+
+
+def expert_side(config: ModelConfig) -> int:
+    """Inputs and outputs of an expert."""
+    return config.moe.latent_width or config.hidden_size
+
+
+def expert_input(config: ModelConfig) -> str:
+    return "mlp_in" if config.moe.latent_width is None else "latent"
+
+
+def paired(tensor: Tensor, is_coded: bool) -> Tensor:
+    """bf16 inputs as kernels of pairs read them: beside codes two of them in a word."""
+    return tensor.view(torch.int32) if is_coded else tensor
+
+
+def pair_tile(
+    kernel: str, arch: str, inner: int, columns: int, is_coded: bool, slots: int = 1
+) -> ExpertTile:
+    """Of kernels of pairs. slots: experts that one program has at a time."""
+    size, widest = (_CODED_TILE, 4096) if is_coded else (_BF16_TILE, 1024)
+    block_k = _power_above(inner, 32, widest if slots == 1 else 1024)
+    block_n = max(2, min(16 if slots == 1 else 64, size // (block_k * slots)))
+    default = ExpertTile(block_n, block_k, warps=4, stages=2)
+    return choose(kernel, arch, f"pairs, {_shape(inner, columns, is_coded)}", default)
+
+
+def grouped_tile(
+    kernel: str, arch: str, inner: int, columns: int, is_coded: bool, rows: int
+) -> ExpertTile:
+    """Of kernels of tiles of pairs. rows: of a tile."""
+    block_k = 128
+    while block_k > MXFP4_GROUP and inner % block_k:
+        block_k //= 2
+    default = ExpertTile(64, block_k, warps=4, stages=3)
+    return choose(kernel, arch, f"rows {rows}, {_shape(inner, columns, is_coded)}", default)
+
+
+def grouped_places(config: ModelConfig, rows: int) -> tuple[int, bool]:
+    """Places of a grid in which each chosen expert has one, and whether they are pairs.
+
+    Without them they are the experts, and one more for ids that are none.
+    """
+    pairs, experts = rows * config.moe.top_k, config.moe.num_experts + 1
+    return min(pairs, experts), pairs <= experts
+
+
+def _matrices(
+    data: Tensor, scales: Tensor | None, shape: Sequence[int], name: str
+) -> dict[str, Any]:
+    experts, rows, cols = shape
+    if scales is None:
+        checked = tensor_for(data, BF16, (experts, rows, cols), name=name)
+        return {"data": checked, "scales": checked}
+    codes = tensor_for(data, torch.uint8, (experts, rows, cols // 2), name=name)
+    groups = (experts, rows, cols // MXFP4_GROUP)
+    return {
+        "data": codes.view(torch.int32),
+        "scales": tensor_for(scales, torch.uint8, groups, name=f"the scales of {name}"),
+    }
+
+
+def _shape(inner: int, columns: int, is_coded: bool) -> str:
+    return f"{columns} x {inner} in {'mxfp4' if is_coded else 'bf16'}"
+
+
+def _power_above(size: int, least: int, most: int) -> int:
+    """The power of two that holds ``size``, within bounds."""
+    power = least
+    while power < min(size, most):
+        power *= 2
+    return power

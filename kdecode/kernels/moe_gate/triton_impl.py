@@ -1,0 +1,203 @@
+"""moe_gate in Triton: one program a block of router rows, of latent rows or of shared gate and up.
+
+The router's programs come first. Of one or two rows the last of them to arrive makes the choice,
+while others still multiply; of more rows a second launch does, one program a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kdecode.config import ModelConfig
+from kdecode.kernels.common.triton_join import plan_rows, refuse_plan_rows, row_major
+from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_ops import gated, is_last_arrival, round_bf16, to_bf16
+from kdecode.kernels.common.triton_product import product, product_rows, product_tile
+from kdecode.kernels.common.triton_route import (
+    refuse_choice,
+    route_constants,
+    route_launch,
+    select_experts,
+)
+from kdecode.kernels.contract import Buffers, Problem
+
+# Rows that one program chooses experts for, one after the other.
+SELECT_ROWS = 2
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Every reason why this problem cannot run."""
+    return refuse_plan_rows(problem) + refuse_choice(problem.config.moe)
+
+
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
+    """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its trunk in "rows"."""
+    config, rows, mixture = problem.config, plan_rows(problem), weights.mlp
+    moe, inner = config.moe, config.hidden_size
+    latent, shared = moe.latent_width or 0, moe.shared_width
+    columns = moe.num_experts + latent + 2 * shared
+    tile = product_tile("moe_gate", problem.arch, rows, columns, inner)
+    # Gate and up are neighbours in a block.
+    block_n = max(2, tile.block_n)
+    blocks = _Blocks(
+        divide_up(moe.num_experts, block_n),
+        divide_up(latent, block_n),
+        divide_up(2 * shared, block_n),
+    )
+    logits = buffers.scratch("router_logits", (rows, moe.num_experts), FP32)
+    ids, chosen = buffers["route_ids"], buffers["route_weights"]
+    choose = route_launch(moe, logits, mixture.router_bias, ids, chosen)
+    arguments = {
+        **choose.arguments,
+        "x": tensor_for(buffers["mlp_in"], BF16, (rows, inner), name="mlp_in"),
+        "router": row_major(mixture.router, (moe.num_experts, inner), "the router"),
+        **_outputs(config, rows, mixture, buffers),
+        "counter": buffers.counters(1),
+        "beta": config.activation.beta or 0.0,
+        "bound": config.activation.linear_beta or 0.0,
+        "rows": rows,
+    }
+    constants = {
+        **route_constants(moe),
+        "LATENT": latent,
+        "SHARED": shared,
+        "INNER": inner,
+        "ROUTER_BLOCKS": blocks.router,
+        "LATENT_BLOCKS": blocks.latent,
+        "IS_SITU": config.activation.kind == "situ",
+        "SELECT": rows <= SELECT_ROWS,
+        "BLOCK_R": product_rows(rows),
+        "BLOCK_N": block_n,
+        "BLOCK_K": tile.block_k,
+    }
+    launch = Launch(moe_gate, (blocks.total,), arguments, constants, tile.warps, tile.stages)
+    return TritonStep(launch, then=() if rows <= SELECT_ROWS else (choose,))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    router: int
+    latent: int
+    shared: int
+
+    @property
+    def total(self) -> int:
+        return self.router + self.latent + self.shared
+
+
+def _outputs(config: ModelConfig, rows: int, mixture: Any, buffers: Buffers) -> dict[str, Tensor]:
+    """Weights and buffers that a model may not have; what stands for them is never read."""
+    latent, shared, inner = config.moe.latent_width, config.moe.shared_width, config.hidden_size
+    absent = buffers["mlp_in"]
+    found = dict.fromkeys(("latent_down", "latent", "gate_up", "product_out"), absent)
+    if latent is not None:
+        found["latent_down"] = row_major(mixture.latent_down, (latent, inner), "latent_down")
+        found["latent"] = tensor_for(buffers["latent"], BF16, (rows, latent), name="latent")
+    if shared:
+        out = buffers["shared_product"]
+        name = "the shared gate and up"
+        found["gate_up"] = row_major(mixture.shared.gate_up, (2 * shared, inner), name)
+        found["product_out"] = tensor_for(out, BF16, (rows, shared), name="shared_product")
+    return found
+
+
+@triton.jit(do_not_specialize=["rows"])
+def moe_gate(
+    x,
+    router,
+    latent_down,
+    gate_up,
+    bias,
+    logits,
+    ids,
+    weights,
+    latent,
+    product_out,
+    counter,
+    scaling,
+    beta,
+    bound,
+    rows,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LATENT: tl.constexpr,
+    SHARED: tl.constexpr,
+    INNER: tl.constexpr,
+    ROUTER_BLOCKS: tl.constexpr,
+    LATENT_BLOCKS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    IS_SITU: tl.constexpr,
+    SELECT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block = tl.program_id(0)
+    r = tl.arange(0, BLOCK_R)[None, :]
+    at = tl.arange(0, BLOCK_N)
+    if block < ROUTER_BLOCKS:
+        expert = block * BLOCK_N + at
+        held = tl.minimum(expert, EXPERTS - 1)
+        sums = product(
+            x, router, x, 0.0, held, rows, 0, INNER, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
+        )
+        is_expert = (r < rows) & (expert < EXPERTS)[:, None]
+        tl.store(logits + r * EXPERTS + expert[:, None], sums, mask=is_expert)
+        # Two conditions, of which the compiler knows one.
+        if SELECT:  # noqa: SIM102
+            if is_last_arrival(counter, ROUTER_BLOCKS):
+                for row in range(rows):
+                    select_experts(
+                        logits + row * EXPERTS,
+                        bias,
+                        ids + row * TOP_K,
+                        weights + row * TOP_K,
+                        scaling,
+                        EXPERTS,
+                        TOP_K,
+                        BLOCK_E,
+                        BLOCK_SLOTS,
+                        RENORMALISE,
+                    )
+    elif block < ROUTER_BLOCKS + LATENT_BLOCKS:
+        if LATENT > 0:
+            column = (block - ROUTER_BLOCKS) * BLOCK_N + at
+            held = tl.minimum(column, LATENT - 1)
+            sums = product(
+                x,
+                latent_down,
+                x,
+                0.0,
+                held,
+                rows,
+                0,
+                INNER,
+                INNER,
+                BLOCK_R,
+                BLOCK_N,
+                BLOCK_K,
+                False,
+            )
+            is_latent = (r < rows) & (column < LATENT)[:, None]
+            tl.store(latent + r * LATENT + column[:, None], to_bf16(sums), mask=is_latent)
+    elif SHARED > 0:
+        first = (block - ROUTER_BLOCKS - LATENT_BLOCKS) * (BLOCK_N // 2)
+        held = tl.minimum(first + at // 2, SHARED - 1) + (at % 2) * SHARED
+        sums = product(
+            x, gate_up, x, 0.0, held, rows, 0, INNER, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
+        )
+        pairs = tl.permute(tl.reshape(sums, [BLOCK_N // 2, 2, BLOCK_R]), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        values = gated(round_bf16(gate), round_bf16(up), beta, bound, IS_SITU)
+        n = first + tl.arange(0, BLOCK_N // 2)
+        is_shared = (r < rows) & (n < SHARED)[:, None]
+        tl.store(product_out + r * SHARED + n[:, None], to_bf16(values), mask=is_shared)

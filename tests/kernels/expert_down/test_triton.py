@@ -1,0 +1,128 @@
+"""expert_up and expert_down in Triton against the reference's experts, pair by pair and grouped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_cases import (
+    Mixture,
+    random_input,
+    random_routes,
+    small_k3,
+    small_linear,
+    wide_tiles,
+)
+from mlp_cases import assert_rounded_alike
+from triton_cases import Case, Chain, Use, decode_step, make_case, verify_step
+
+from kdecode.kernels.common.expert_launch import PAIR_ROWS, grouped_places
+from kdecode.testing.compare import bit_equal
+
+CASES = {
+    "k3": make_case(small_k3()),
+    "bf16 latents": make_case(small_k3(expert_format="bf16", latent_width=90)),
+    "kimi-linear": make_case(small_linear()),
+}
+OPS = ("expert_up", "expert_down")
+
+
+def mixture(case: Case, rows: int) -> Mixture:
+    return Mixture(case, OPS, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("k3", 3), ("k3", 5), ("k3", 9), ("bf16 latents", 6), ("kimi-linear", 1), ("kimi-linear", 9)],
+)
+def test_matches_the_reference(name: str, rows: int) -> None:
+    """Pairs by themselves, grouped by pair, grouped by expert; a second run on other values."""
+    case = CASES[name]
+    found = mixture(case, rows)
+    for seed in (0, 1):
+        source, x = random_input(case, rows, seed)
+        ids, weights = random_routes(case, rows, seed)
+        out = found.run(**{source: x}, route_ids=ids, route_weights=weights)
+        assert_rounded_alike(out["expert_sum"], found.expert_sum(x, ids, weights), "expert_sum")
+
+
+def test_every_kind_of_grid_is_tested() -> None:
+    config = CASES["k3"].config
+    assert 3 <= PAIR_ROWS < 5
+    assert grouped_places(config, 5) == (10, True)
+    assert grouped_places(config, 9) == (13, False)
+
+
+def test_in_the_forward() -> None:
+    case, uses = CASES["k3"], [Use("expert_up", 2), Use("expert_down", 2)]
+    chain = wide_tiles(lambda: Chain(case, uses, rows=2))
+    chain.check(decode_step([5, 0]))
+    chain.check(decode_step([1, 17], turn=1), seed=1)
+    chain = wide_tiles(lambda: Chain(case, uses, rows=8, each=4))
+    chain.check(verify_step([5, 9], 4))
+
+
+def test_64_rows_of_which_many_choose_one_expert() -> None:
+    """Expert 7 is everybody's: four tiles of rows; the others are 0 to 3."""
+    case = CASES["k3"]
+    source, x = random_input(case, 64)
+    ids, weights = random_routes(case, 64)
+    ids[:, 1] = 7
+    ids[:, 0] = torch.arange(64) % 4
+    found = mixture(case, 64)
+    out = found.run(**{source: x}, route_ids=ids, route_weights=weights)
+    assert_rounded_alike(out["expert_sum"], found.expert_sum(x, ids, weights), "expert_sum")
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_one_expert_in_every_slot(rows: int) -> None:
+    case = CASES["k3"]
+    source, x = random_input(case, rows)
+    ids = torch.full((rows, case.config.moe.top_k), case.config.moe.num_experts - 1).int()
+    weights = random_routes(case, rows)[1]
+    found = mixture(case, rows)
+    out = found.run(**{source: x}, route_ids=ids, route_weights=weights)
+    assert_rounded_alike(out["expert_sum"], found.expert_sum(x, ids, weights), "expert_sum")
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_an_id_that_is_no_expert_makes_its_row_nan_and_harms_no_other(rows: int) -> None:
+    case = CASES["k3"]
+    source, x = random_input(case, rows)
+    ids, weights = random_routes(case, rows)
+    found = mixture(case, rows)
+    clean = found.run(**{source: x}, route_ids=ids, route_weights=weights)["expert_sum"]
+    bad = ids.clone()
+    bad[0, 1], bad[2, 0], bad[2, 1] = -1, case.config.moe.num_experts, 2**31 - 1
+    wrong = found.run(**{source: x}, route_ids=bad, route_weights=weights)["expert_sum"]
+    assert wrong[[0, 2]].isnan().all()
+    rest = [row for row in range(rows) if row not in (0, 2)]
+    bit_equal(wrong[rest], clean[rest], "expert_sum")
+    # Nothing is left behind for the next run.
+    again = found.run(**{source: x}, route_ids=ids, route_weights=weights)["expert_sum"]
+    bit_equal(again, clean, "expert_sum")
+
+
+@pytest.mark.parametrize(("rows", "fewer"), [(3, 1), (9, 5)])
+def test_a_row_does_not_depend_on_the_others(rows: int, fewer: int) -> None:
+    case = CASES["k3"]
+    source, x = random_input(case, rows)
+    ids, weights = random_routes(case, rows)
+    together = mixture(case, rows).run(**{source: x}, route_ids=ids, route_weights=weights)
+    part = slice(rows - fewer, rows)
+    alone = mixture(case, fewer).run(
+        **{source: x[part]}, route_ids=ids[part], route_weights=weights[part]
+    )
+    for name in ("expert_product", "expert_sum"):
+        bit_equal(alone[name], together[name][part], name)
+
+
+def test_a_row_of_nan_stays_in_its_row() -> None:
+    case = CASES["k3"]
+    source, x = random_input(case, 6)
+    ids, weights = random_routes(case, 6)
+    found = mixture(case, 6)
+    clean = found.run(**{source: x}, route_ids=ids, route_weights=weights)["expert_sum"]
+    x[1] = float("nan")
+    out = found.run(**{source: x}, route_ids=ids, route_weights=weights)["expert_sum"]
+    assert out[1].isnan().all()
+    bit_equal(out[[0, 2, 3, 4, 5]], clean[[0, 2, 3, 4, 5]], "expert_sum")
