@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from kdecode.bench.wording import counted
@@ -30,7 +30,7 @@ from kdecode.commands.common import (
 from kdecode.config import DecodeBackend, EngineConfig
 
 if TYPE_CHECKING:
-    from kdecode.bench.kernel import ReadProbe
+    from kdecode.bench.roofline import Probe
     from kdecode.decode.inspect import PlanCost, StepCost
     from kdecode.engine.engine import LLM
 
@@ -62,7 +62,13 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     part.add_argument("--json", action="store_true", help="one JSON document instead")
     shape = part.add_argument_group("shape of a release, instead of a MODEL; on both backends")
     shape.add_argument("--shape", choices=SHAPES)
-    shape.add_argument("--tensor-parallel-size", type=positive, help="ranks; default: 1")
+    shape.add_argument(
+        "--tensor-parallel-size",
+        "--rank-share",
+        type=positive,
+        metavar="N",
+        help="ranks, of which one's share is timed; default: 1",
+    )
     shape.add_argument("--rank", type=int, help="whose random weights; default: 0")
     shape.add_argument("--layers", type=positive, help=f"the first N; default: {DEFAULT_LAYERS}")
     add_engine_arguments(part)
@@ -135,20 +141,28 @@ def _part_line(what: str, microseconds: float, num_bytes: float, bandwidth: floa
     )
 
 
-def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, ReadProbe]:
-    from kdecode.bench.kernel import ReadProbe
+def read_probe(config: EngineConfig) -> Probe:
+    """What tells how fast the memory is that a plan reads."""
+    if config.device == "cpu":
+        from kdecode.bench.kernel import ReadProbe
 
+        return ReadProbe(config.resolved_threads())
+    from kdecode.bench.device import DeviceReadProbe
+
+    return DeviceReadProbe(config.device)
+
+
+def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, Probe]:
     config = engine_config(
         args,
         max_context_tokens=args.context_tokens + output_tokens,
         max_requests=args.rows,
     )
     llm = open_model(model_directory(args), config)
-    return llm, ReadProbe(config.resolved_threads())
+    return llm, read_probe(config)
 
 
 def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from kdecode.bench.kernel import ReadProbe
     from kdecode.engine.shape_probe import inspect_shape
     from kdecode.model.rank_share import share_of_release
 
@@ -176,8 +190,7 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 share, config, args.rows, args.runs, rank, lambda d, n: bar("packing", d, n)
             )
 
-        probe = ReadProbe(config.resolved_threads())
-        document, text = _timed(probe, config, cost)
+        document, text = _timed(read_probe(config), config, cost)
         documents.append(document)
         texts.append(text)
     shape = {"name": args.shape, "layers": layers, "tensor_parallel_size": size, "rank": rank}
@@ -185,7 +198,7 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _timed(
-    probe: ReadProbe, config: EngineConfig, inspect: Callable[[], PlanCost]
+    probe: Probe, config: EngineConfig, inspect: Callable[[], PlanCost]
 ) -> tuple[dict[str, Any], str]:
     """A plan's costs against the memory's speed right before and after."""
     from kdecode.bench.load import LoadMeter, is_spoilt
@@ -222,7 +235,7 @@ def _timed(
         "layers": [
             {
                 "layer": layer,
-                "launches": len(steps),
+                "launches": _num_launches(steps),
                 "microseconds": sum(step.microseconds for step in steps),
                 "bytes": sum(step.num_bytes for step in steps),
             }
@@ -250,7 +263,8 @@ def title(cost: PlanCost, config: EngineConfig) -> str:
     return (
         ("" if note is None else f"{note}\n")
         + f"backend {cost.backend}, {counted(cost.rows, 'row')}{each}, "
-        f"{counted(cost.context_tokens, 'token')} of context, {len(cost.steps)} launches a step"
+        f"{counted(cost.context_tokens, 'token')} of context, {_num_launches(cost.steps)} launches "
+        f"a step{cost.timed_as and f'; {cost.timed_as}'}"
     )
 
 
@@ -287,6 +301,11 @@ def _layers(cost: PlanCost) -> dict[int, list[StepCost]]:
     return groups
 
 
+def _num_launches(steps: Sequence[StepCost]) -> int:
+    """Of a CUDA graph, where they were counted; else one a step."""
+    return sum(1 if step.launches is None else step.launches for step in steps)
+
+
 def _kind_rows(groups: dict[int, list[StepCost]], bandwidth: float) -> list[tuple[str, ...]]:
     """Launches and microseconds a layer, the mean over the layers of each kind."""
     kinds: dict[str, list[list[StepCost]]] = {}
@@ -299,7 +318,7 @@ def _kind_rows(groups: dict[int, list[StepCost]], bandwidth: float) -> list[tupl
     for kind, members in kinds.items():
         spent = sum(step.microseconds for steps in members for step in steps)
         moved = sum(step.num_bytes for steps in members for step in steps)
-        launches = sum(len(steps) for steps in members) / len(members)
+        launches = sum(_num_launches(steps) for steps in members) / len(members)
         rows.append(
             (
                 kind,

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from kdecode.config import EngineConfig, ModelConfig
-from kdecode.decode.inspect import PlanCost, PlanProbe
+from kdecode.decode.inspect import PlanCost
+from kdecode.decode.inspect_device import plan_probe
 from kdecode.decode.inspect_draft import DraftCost, inspect_draft
 from kdecode.decode.plan import DecodePlan
 from kdecode.engine.controls import controls_of
@@ -345,7 +346,7 @@ class LLM:
             )
         threads, each = self.engine_config.resolved_threads(), 1 + drafts
         plan = self._worker.runner.verify_plan(rows, each) if drafts else self.decode_plan(rows)
-        with PlanProbe(
+        with plan_probe(
             self._worker.packed, plan, caches, rows * each, context_tokens, threads, each
         ) as probe:
             return probe.measure(runs)

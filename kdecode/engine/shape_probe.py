@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kdecode.config import EngineConfig, ModelConfig
-from kdecode.decode.inspect import PlanCost, PlanProbe
-from kdecode.decode.runner import StepRunner, check_processor, resolve
-from kdecode.engine.preflight import check_description
+from kdecode.decode import latency_specialized
+from kdecode.decode.auto import build_auto_plan
+from kdecode.decode.inspect import PlanCost
+from kdecode.decode.inspect_device import plan_probe
+from kdecode.decode.runner import check_processor, deployment_of, resolve, row_buckets
+from kdecode.engine.preflight import check_description, check_device
 from kdecode.engine.worker import allocate_caches, trunk_format
 from kdecode.model.layout import pack_model
 from kdecode.model.rank_share import RandomReader
@@ -31,10 +34,16 @@ def inspect_shape(
     engine = resolve(engine)
     check_description(config, engine)
     check_processor(engine)
+    check_device(engine.device)
     reader = RandomReader(config, seed)
     packed = pack_model(reader, trunk_format(engine), progress, engine.device, engine.isa)
     caches = allocate_caches(packed, engine)
-    plan = StepRunner(packed, caches, engine).plan(rows)
+    # One plan, and not all of an engine: on a GPU each would be compiled.
+    if engine.decode_backend == "latency_specialized" and rows in row_buckets(engine):
+        deployment = deployment_of(config, engine)
+        plan = latency_specialized.build(deployment, packed, caches, rows)
+    else:
+        plan = build_auto_plan(packed, caches, engine)
     threads = engine.resolved_threads()
-    with PlanProbe(packed, plan, caches, rows, engine.max_context_tokens, threads) as probe:
+    with plan_probe(packed, plan, caches, rows, engine.max_context_tokens, threads) as probe:
         return probe.measure(runs)
