@@ -149,8 +149,8 @@ def judge_prompt(
     )
 
 
-def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
-    """First position where two token lists differ; where one ends, the other's next position."""
+def first_divergence(reference: Sequence[object], candidate: Sequence[object]) -> int | None:
+    """First position where two lists differ; where one ends, the other's next position."""
     for position, (a, b) in enumerate(itertools.zip_longest(reference, candidate)):
         if a != b:
             return position

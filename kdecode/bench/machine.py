@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
+
+from kdecode.engine.hardware import cpu_fields, cpu_name
 
 # The instruction set extensions that decide which native kernels can run, widest first.
 _CPU_FLAGS = ("avx512_bf16", "avx512f", "avx2", "fma")
@@ -35,7 +36,7 @@ class Machine:
 
 def read_machine() -> Machine:
     """Call it after the measurement: the peak resident size is that of the process until now."""
-    cpuinfo = _read_cpuinfo(Path("/proc/cpuinfo"))
+    cpuinfo = cpu_fields()
     flags = cpuinfo.get("flags", "").split()
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -45,7 +46,7 @@ def read_machine() -> Machine:
             versions[package] = "not installed"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Machine(
-        cpu=cpuinfo.get("model name") or platform.processor() or None,
+        cpu=cpu_name(cpuinfo),
         cores=_usable_cores(),
         cpu_flags=tuple(flag for flag in _CPU_FLAGS if flag in flags),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -60,12 +61,3 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _read_cpuinfo(path: Path) -> dict[str, str]:
-    """The fields of the first processor; empty where the file does not exist."""
-    if not path.is_file():
-        return {}
-    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    fields = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in fields}

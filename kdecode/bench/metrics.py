@@ -1,9 +1,9 @@
 """THE definitions of what is measured: of one request, of the requests of one arm.
 
-Owns the formulas (`FORMULAS`, printed in every report) and the record of one measured generation.
-Does not know statistics over repetitions, arms or how a generation is run. Times come in as integer
-nanoseconds of one monotonic clock and are differenced before they become seconds; a quantity that
-is not defined is None, never 0.
+Owns the formulas (`FORMULAS` and `SERVED_FORMULAS`, printed in reports) and the record of one
+measured generation. Does not know statistics over repetitions, arms or how a generation is run.
+Times come in as integer nanoseconds of one monotonic clock and are differenced before they become
+seconds; a quantity that is not defined is None, never 0.
 """
 
 from __future__ import annotations
@@ -44,6 +44,21 @@ FORMULAS: Mapping[str, str] = {
     "interactivity_slow_p90": "1 / P90(tpot), the slow tail",
     "coverage": "specialized decode steps / all decode steps",
     "percentile": "linear interpolation between closest ranks",
+}
+# What only servers have, which serve several requests at a time and count for themselves.
+SERVED_FORMULAS: Mapping[str, str] = {
+    "ttfa": "first text outside of the reasoning - t_send",
+    "queue": "t_send - t_intended, where the load is scheduled",
+    "output_tps_run": "sum(n) / (t_end - t_begin) of the passes; prefill and queues are inside",
+    "decode_tps_steady": "tokens between the first token of the last request that starts at the "
+    "beginning and the first end of the last ones, over that time",
+    "peak_tps": "most tokens in one of the equal parts of a pass, of at most 1 s each",
+    "prefill_tps_server": "uncached prompt tokens / time in prefill by the server's histogram",
+    "goodput": "requests within every limit / requests planned",
+    "hit_rate": "cached prompt tokens / prompt tokens, by the server's usage",
+    "acceptance_length": "1 + accepted drafts / rounds, the bonus included",
+    "acceptance_rate": "accepted drafts / proposed drafts; falls with their number by itself",
+    "step_time": "time of a decode step, by the server's histogram",
 }
 
 
@@ -135,11 +150,11 @@ def request_metrics(timing: RequestTiming) -> RequestMetrics:
         ttft_s=_seconds(timing.chunk_ns[0] - timing.send_ns),
         e2e_s=_seconds(e2e_ns),
         decode_s=_seconds(decode_ns),
-        decode_tps=_divide(decoded, _seconds(decode_ns)) if decoded else None,
+        decode_tps=divide(decoded, _seconds(decode_ns)) if decoded else None,
         tpot_s=_seconds(decode_ns) / decoded if decoded else None,
         tpot_n1_s=_seconds(decode_ns) / (n - 1) if n > 1 else None,
         ntpot_s=_seconds(e2e_ns) / n,
-        e2e_tps=_divide(n, _seconds(e2e_ns)),
+        e2e_tps=divide(n, _seconds(e2e_ns)),
         icl_s=tuple(_seconds(later - earlier) for earlier, later in gaps),
         queue_s=(
             None if timing.intended_ns is None else _seconds(timing.send_ns - timing.intended_ns)
@@ -219,15 +234,15 @@ class ArmSummary:
     @property
     def coverage(self) -> float | None:
         """None when no decode step was run."""
-        return _divide(self.decode_steps.get(SPECIALIZED, 0), sum(self.decode_steps.values()))
+        return divide(self.decode_steps.get(SPECIALIZED, 0), sum(self.decode_steps.values()))
 
     @property
     def interactivity_p50(self) -> float | None:
-        return None if self.tpot_s is None else _divide(1.0, self.tpot_s.p50)
+        return None if self.tpot_s is None else divide(1.0, self.tpot_s.p50)
 
     @property
     def interactivity_slow_p90(self) -> float | None:
-        return None if self.tpot_s is None else _divide(1.0, self.tpot_s.p90)
+        return None if self.tpot_s is None else divide(1.0, self.tpot_s.p90)
 
 
 def summarize(records: Sequence[GenerationRecord]) -> ArmSummary:
@@ -248,17 +263,17 @@ def summarize(records: Sequence[GenerationRecord]) -> ArmSummary:
         num_requests=len(records),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        prefill_s=_spread(prefill_s),
-        prefill_tps=_divide(prompt_tokens, sum(prefill_s)),
-        ttft_s=_spread([request.ttft_s for request in requests]),
-        e2e_s=_spread([request.e2e_s for request in requests]),
-        decode_tps=_divide(
+        prefill_s=spread(prefill_s),
+        prefill_tps=divide(prompt_tokens, sum(prefill_s)),
+        ttft_s=spread([request.ttft_s for request in requests]),
+        e2e_s=spread([request.e2e_s for request in requests]),
+        decode_tps=divide(
             sum(request.decoded for request in decoding),
             sum(request.decode_s for request in decoding),
         ),
-        tpot_s=_optional_spread([r.tpot_s for r in decoding if r.tpot_s is not None]),
-        icl_s=_optional_spread([gap for request in requests for gap in request.icl_s]),
-        output_tps=_divide(output_tokens, sum(request.e2e_s for request in requests)),
+        tpot_s=optional_spread([r.tpot_s for r in decoding if r.tpot_s is not None]),
+        icl_s=optional_spread([gap for request in requests for gap in request.icl_s]),
+        output_tps=divide(output_tokens, sum(request.e2e_s for request in requests)),
         decode_steps=dict(steps),
         fallback_reasons=dict(reasons),
     )
@@ -277,17 +292,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent, method="linear"))
 
 
-def _spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> Spread:
     return Spread(percentile(values, 50), percentile(values, 90), len(values))
 
 
-def _optional_spread(values: Sequence[float]) -> Spread | None:
-    return _spread(values) if values else None
+def optional_spread(values: Sequence[float]) -> Spread | None:
+    return spread(values) if values else None
 
 
 def _seconds(nanoseconds: int) -> float:
     return nanoseconds / 1e9
 
 
-def _divide(numerator: float, denominator: float) -> float | None:
+def divide(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator > 0 else None

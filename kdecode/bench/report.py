@@ -7,21 +7,21 @@ formula that made it. A ratio is printed only when the comparison has one.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kdecode.bench.agreement import Agreement
 from kdecode.bench.compare import Comparison
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SPECIALIZED, STANDARD, ArmSummary, Spread
+from kdecode.bench.tables import columns, estimate_text, legend, plain, rate, spread_text
 from kdecode.bench.verdicts import COMPARED_SETTING, MIN_COVERAGE
 from kdecode.bench.wording import counted
 
 SCHEMA_VERSION = 1
 RECOMMENDED_BLOCKS = 6
 
-_RATIO_LABELS = {
+RATIO_LABELS = {
     "tpot": "decode speed (time per token)",
     "ttft": "time to first token",
     "e2e": "request latency",
@@ -31,7 +31,7 @@ _RATIO_LABELS = {
 def to_json(comparison: Comparison, machine: Machine) -> dict[str, Any]:
     """Everything of a comparison as plain JSON values: records, configurations, formulas."""
     fields = {
-        field.name: _plain(getattr(comparison, field.name))
+        field.name: plain(getattr(comparison, field.name))
         for field in dataclasses.fields(comparison)
     }
     coverages = [summary.coverage for summary in comparison.summaries]
@@ -41,7 +41,7 @@ def to_json(comparison: Comparison, machine: Machine) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "exit_code": comparison.exit_code,
         "formulas": dict(FORMULAS),
-        "machine": _plain(machine),
+        "machine": plain(machine),
         **fields,
     }
 
@@ -55,24 +55,9 @@ def render(comparison: Comparison, machine: Machine) -> str:
         _agreement_lines(comparison),
         _ratio_lines(comparison),
         _verdict_lines(comparison),
-        _legend(),
+        legend(FORMULAS),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    # JSON has no NaN or infinity; they are kept as text rather than lost.
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, str | int | float):
-        return value
-    return str(value)
 
 
 def _header(comparison: Comparison, machine: Machine) -> list[str]:
@@ -115,32 +100,32 @@ def _measured_table(comparison: Comparison, machine: Machine) -> list[str]:
         return (label, value(a), value(b), how)
 
     def spread(read: Callable[[ArmSummary], Spread | None]) -> Callable[[ArmSummary], str]:
-        return lambda summary: _spread_text(read(summary))
+        return lambda summary: spread_text(read(summary))
 
     rows = [
         ("", *comparison.arm_names, "how"),
         row("requests", "measured runs", lambda s: f"{s.num_requests}"),
         row("prompt / output tokens", "sums", lambda s: f"{s.prompt_tokens} / {s.output_tokens}"),
         row("prefill time P50 / P90", "prefill", spread(lambda s: s.prefill_s)),
-        row("prefill throughput", "prefill_tps", lambda s: _rate(s.prefill_tps)),
+        row("prefill throughput", "prefill_tps", lambda s: rate(s.prefill_tps)),
         row("time to first token P50 / P90", "ttft", spread(lambda s: s.ttft_s)),
-        row("DECODE THROUGHPUT, no prefill", "decode_tps_arm", lambda s: _rate(s.decode_tps)),
+        row("DECODE THROUGHPUT, no prefill", "decode_tps_arm", lambda s: rate(s.decode_tps)),
         row("time per token P50 / P90", "tpot, per request", spread(lambda s: s.tpot_s)),
         row("chunk gaps P50 / P90", "icl, all gaps", spread(lambda s: s.icl_s)),
-        row("interactivity P50", "interactivity_p50", lambda s: _rate(s.interactivity_p50)),
+        row("interactivity P50", "interactivity_p50", lambda s: rate(s.interactivity_p50)),
         row(
             "interactivity, slow tail P90",
             "interactivity_slow_p90",
-            lambda s: _rate(s.interactivity_slow_p90),
+            lambda s: rate(s.interactivity_slow_p90),
         ),
         row("request latency P50 / P90", "e2e", spread(lambda s: s.e2e_s)),
-        row("output throughput, with prefill", "output_tps", lambda s: _rate(s.output_tps)),
+        row("output throughput, with prefill", "output_tps", lambda s: rate(s.output_tps)),
     ]
     peak = (
         f"peak resident memory of the process (both arms together): "
         f"{machine.peak_rss_bytes / 2**20:.0f} MiB"
     )
-    return [*_columns(rows), peak]
+    return [*columns(rows), peak]
 
 
 def _coverage_lines(comparison: Comparison) -> list[str]:
@@ -181,15 +166,16 @@ def _agreement_lines(comparison: Comparison) -> list[str]:
             f"repetitions with other tokens than the first run of the same arm: "
             f"{agreement.unstable_runs}"
         )
-    return lines + list(_divergence_lines(agreement))
+    return lines + list(divergence_lines(agreement, "prompt"))
 
 
-def _divergence_lines(agreement: Agreement) -> Iterable[str]:
+def divergence_lines(agreement: Agreement, noun: str) -> Iterable[str]:
+    """Where texts part. noun: what they were replies to."""
     for prompt in agreement.prompts:
         if prompt.divergence is not None:
             margin = prompt.divergence_margin
             yield (
-                f"  prompt {prompt.prompt}: first difference at token {prompt.divergence}, "
+                f"  {noun} {prompt.prompt}: first difference at token {prompt.divergence}, "
                 f"{prompt.divergence_class}, margin "
                 f"{'not available' if margin is None else format(margin, '.4g')}"
             )
@@ -201,12 +187,7 @@ def _ratio_lines(comparison: Comparison) -> list[str]:
     baseline, candidate = comparison.arm_names
     lines = [f"ratios {baseline} / {candidate}, above 1: {candidate} is faster"]
     for metric, estimate in comparison.ratios.items():
-        lines.append(
-            f"  {_RATIO_LABELS[metric]}: {estimate.ratio:.3f}, 95 % interval "
-            f"[{estimate.low:.3f}, {estimate.high:.3f}] ({metric}; {estimate.num_pairs} pairs in "
-            f"{estimate.num_blocks} blocks; worst block {estimate.worst_block:.3f}; smallest "
-            f"effect this design would see {100 * (estimate.detectable - 1):.1f} %)"
-        )
+        lines.append(f"  {RATIO_LABELS[metric]}: {estimate_text(metric, estimate)}")
     if comparison.unequal_pairs:
         lines.append(
             f"  no ratio of request latency: in {counted(comparison.unequal_pairs, 'pair')} the "
@@ -241,34 +222,3 @@ def _verdict_lines(comparison: Comparison) -> list[str]:
     else:
         lines.append(f"about {candidate} against {baseline}, from the interval of tpot.")
     return lines
-
-
-def _legend() -> list[str]:
-    width = max(map(len, FORMULAS))
-    return ["how the numbers were obtained"] + [
-        f"  {name:<{width}}  {formula}" for name, formula in FORMULAS.items()
-    ]
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
-                row[-1],
-            ]
-        )
-        for row in rows
-    ]
-
-
-def _spread_text(spread: Spread | None) -> str:
-    if spread is None:
-        return "undefined"
-    return f"{1000 * spread.p50:.3f} / {1000 * spread.p90:.3f} ms"
-
-
-def _rate(rate: float | None) -> str:
-    return "undefined" if rate is None else f"{rate:.2f} tok/s"

@@ -1,4 +1,7 @@
-"""`kdecode compare`: both backends in one process, same weights and prompts, measured in pairs."""
+"""`kdecode compare`: both backends in one process, same weights and prompts, measured in pairs.
+
+Two servers by URL are `compare_servers`'s.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from kdecode.commands import compare_servers
 from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from kdecode.bench.compare import CompareSettings
     from kdecode.bench.engine_arm import EngineArm
 
-HELP = "measure two decode backends against each other"
+HELP = "measure two decode backends, or two servers, against each other"
 DESCRIPTION = (
     "With --speculative-config both backends are measured twice: plainly, and with drafts; the two "
     "are never in one table. "
@@ -65,9 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="PATH", help="also write all of it to PATH; - is stdout")
     add_engine_arguments(parser, has_backend=False)
     add_speculative_argument(parser)
+    compare_servers.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if compare_servers.is_asked_for(args):
+        return compare_servers.run(args)
     from kdecode.bench.agreement import NearTie
     from kdecode.bench.compare import CompareSettings
     from kdecode.commands.common import InputError

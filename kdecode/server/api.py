@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from kdecode.engine.async_engine import AsyncEngine
 from kdecode.engine.engine import LLM
+from kdecode.engine.hardware import hardware
 from kdecode.server import errors
 from kdecode.server.errors import ApiError, JsonResponse
 from kdecode.server.guard import Guard, Limits
@@ -81,10 +82,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
 
 
 def config_fingerprint(llm: LLM) -> dict[str, Any]:
-    """What the engine resolved, and a digest that two equal configurations share."""
+    """What the engine resolved, a digest that two equal configurations share, and the hardware."""
     config = llm.resolved_config()
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    return {"digest": hashlib.sha256(canonical.encode()).hexdigest()[:16], "config": config}
+    digest = hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return {"digest": digest, "config": config, "hardware": hardware(config["device"])}
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -30,9 +30,10 @@ HARDWARE: Mapping[str, Any] = {"name": "test accelerator", "count": 8}
 class MockServer:
     """chunks of tokens_per_chunk tokens: the first after prefill_ms, the others chunk_ms apart.
 
-    noise: of a pass's speed, log-normal, drawn once a request. words: text of each token, by
-    position. channel: "content" or "reasoning", for chats. coverage: share of decode steps that the
-    counters call specialised; None: no such counters. config None: no fingerprint, as elsewhere.
+    noise: of a request's speed, log-normal. bias: of requests whose salt is a second arm's. words:
+    text of each token, by position. margins: the runner-up there and how far it is behind. channel:
+    "content" or "reasoning", for chats. coverage: share of decode steps that the counters call
+    specialised; None: no such counters. config None: no fingerprint, as elsewhere.
     """
 
     name: str = "auto"
@@ -57,11 +58,13 @@ class MockServer:
     server_info: Mapping[str, Any] | None = None
     outputs_valid: bool = True
     max_output: int | None = None
+    bias: float = 1.0
     log: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        # Hashed: small whole numbers next to each other make similar generators.
+        self._random = random.Random(str(self.seed))
         self._steps = {"specialized": 0, "standard": 0}
         self._step_seconds = 0.0
         self._generated = 0
@@ -141,6 +144,8 @@ class MockServer:
         is_chat = path.endswith("/chat/completions")
         total = min(body["max_tokens"], self.max_output or body["max_tokens"])
         factor = self._random.lognormvariate(0, self.noise) if self.noise else 1.0
+        if str(body.get("cache_salt")).endswith("-1"):
+            factor *= self.bias
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
             b"\r\n"

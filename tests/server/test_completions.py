@@ -318,6 +318,7 @@ def test_models_health_version_and_fingerprint(served: Served) -> None:
     assert httpx.get(f"{served.url}/version").json()["version"]
     document = httpx.get(f"{served.url}/config/fingerprint", headers=HEADERS).json()
     assert document["config"] == json.loads(json.dumps(served.llm.resolved_config()))
+    assert document["hardware"]["count"] == 1
     reply = _complete(served, max_tokens=1)
     assert reply.system_fingerprint == document["digest"]
 

@@ -17,7 +17,7 @@ from kdecode.bench.serving.client import Client, ServedRecord
 from kdecode.bench.serving.http import now_ns
 from kdecode.bench.workloads.types import Request, Workload, WorkloadError, following_messages
 
-_TICK_S = 0.02
+_TICK_S = 0.05
 
 
 @dataclass(frozen=True)

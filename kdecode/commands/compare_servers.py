@@ -1,0 +1,209 @@
+"""`kdecode compare --url-a URL --url-b URL`: two running servers, measured in pairs.
+
+Owns the flags of a comparison of servers and what they mean together; the comparison is
+`kdecode.bench.serving`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdecode.commands.common import InputError, ProgressBar, check_output_file, positive, write_json
+
+if TYPE_CHECKING:
+    from kdecode.bench.serving.client import Client
+    from kdecode.bench.serving.protocol import Design, ServedComparison
+    from kdecode.bench.workloads.types import Workload
+
+# Where a server does not tell the size of its vocabulary.
+_TOKEN_IDS = "1000-20000"
+# Of a K3 vocabulary, at its end: tokens that are no text.
+_SPECIAL_TOKENS = 256
+_SECONDS = 1e-3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "two servers", "any two with OpenAI's interface, instead of two backends in this process"
+    )
+    group.add_argument("--url-a", metavar="URL", help="the baseline, such as http://host:8000")
+    group.add_argument("--url-b", metavar="URL", help="the same URL twice is a null run")
+    group.add_argument("--model-a", metavar="NAME", help="default: the first that A serves")
+    group.add_argument("--model-b", metavar="NAME", help="default: the first that B serves")
+    group.add_argument("--api-key", metavar="KEY", help="of both servers")
+    group.add_argument(
+        "--concurrency", type=positive, metavar="N", help="closed loop of N sessions; default 1"
+    )
+    group.add_argument(
+        "--rate", type=float, metavar="R", help="open loop of R sessions a second, Poisson"
+    )
+    group.add_argument(
+        "--no-null", action="store_true", help="leave out the null run of A against itself"
+    )
+    group.add_argument(
+        "--cache",
+        choices=("salt", "reset", "as is"),
+        default="salt",
+        help="how prefix caches are brought into one state: cache_salt, /reset_prefix_cache, not",
+    )
+    group.add_argument("--token-ids", metavar="LOW-HIGH", help="ordinary tokens, for made prompts")
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request")
+    group.add_argument(
+        "--near-tie-nats",
+        type=float,
+        default=0.5,
+        metavar="X",
+        help="replies may part where the two likeliest tokens are this close in ln p",
+    )
+    for name, of in (("ttft", "first token"), ("tpot", "time per token"), ("e2e", "latency")):
+        group.add_argument(
+            f"--good-{name}-ms", type=float, metavar="MS", help=f"goodput: limit of the {of}"
+        )
+
+    group.add_argument(
+        "--ratio",
+        nargs=2,
+        metavar=("ONE.json", "TWO.json"),
+        help="the ratio of arm a of ONE and arm b of TWO; refused unless they are one comparison",
+    )
+
+
+def is_asked_for(args: argparse.Namespace) -> bool:
+    return any(value is not None for value in (args.url_a, args.url_b, args.ratio))
+
+
+def run(args: argparse.Namespace) -> int:
+    return _measure(args) if args.ratio is None else _ratio(args.ratio)
+
+
+def _ratio(paths: list[str]) -> int:
+    from kdecode.bench.serving.stored import (
+        RefusedRatioError,
+        StoredError,
+        ratio_of,
+        read_document,
+    )
+    from kdecode.bench.tables import estimate_text
+    from kdecode.bench.verdicts import EXIT_CODES
+
+    try:
+        found = ratio_of(*(read_document(Path(path)) for path in paths))
+    except RefusedRatioError as error:
+        print(error)
+        return EXIT_CODES["not comparable"]
+    except StoredError as error:
+        raise InputError(str(error)) from error
+    print(estimate_text("tpot", found))
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from kdecode.bench.machine import read_machine
+    from kdecode.bench.serving.report import render
+    from kdecode.bench.serving.stored import document_of
+
+    if args.url_a is None or args.url_b is None:
+        raise InputError("a comparison of servers needs both --url-a and --url-b.")
+    if args.model is not None or args.speculative_config is not None:
+        raise InputError("MODEL and --speculative-config are the servers' own; leave them out.")
+    if args.json is not None:
+        check_output_file(args.json)
+    design = _design(args)
+    clients = _clients(args)
+    bar = ProgressBar()
+    comparison = run_loop(_compare(args, clients, design, bar))
+    bar.clear()
+    machine = read_machine()
+    report = sys.stderr if args.json == "-" else sys.stdout
+    print(render(comparison, machine), end="", file=report)
+    if args.json is not None:
+        write_json(document_of(comparison, machine), args.json)
+    return comparison.exit_code
+
+
+def run_loop(main: Coroutine[Any, Any, ServedComparison]) -> ServedComparison:
+    """Runs the comparison; what the servers or their addresses did wrong is bad input."""
+    from kdecode.bench.serving.http import HttpError
+
+    try:
+        return asyncio.run(main)
+    except HttpError as error:
+        raise InputError(str(error)) from error
+
+
+async def _compare(
+    args: argparse.Namespace, clients: tuple[Client, Client], design: Design, bar: ProgressBar
+) -> ServedComparison:
+    from kdecode.bench.serving.protocol import compare_servers
+
+    workload = await _workload(args, clients[0])
+    return await compare_servers(*clients, workload, design, bar.message)
+
+
+def _design(args: argparse.Namespace) -> Design:
+    from kdecode.bench.serving.load import Load
+    from kdecode.bench.serving.protocol import Design
+    from kdecode.bench.serving.summary import Limits
+    from kdecode.bench.workloads.types import WorkloadError
+
+    limits = [args.good_ttft_ms, args.good_tpot_ms, args.good_e2e_ms]
+    closed = args.concurrency or (1 if args.rate is None else None)
+    try:
+        return Design(
+            load=Load(concurrency=closed, rate=args.rate, seed=args.seed),
+            blocks=args.blocks,
+            has_null=not args.no_null,
+            order=args.order,
+            cache=args.cache,
+            near_tie=args.near_tie_nats,
+            limits=Limits(*(None if v is None else v * _SECONDS for v in limits)),
+            seed=args.seed,
+        )
+    except (ValueError, WorkloadError) as error:
+        raise InputError(str(error)) from error
+
+
+def _clients(args: argparse.Namespace) -> tuple[Client, Client]:
+    from kdecode.bench.serving.client import Client
+    from kdecode.bench.serving.http import HttpError, Target
+
+    made = []
+    for name, url, model in (("a", args.url_a, args.model_a), ("b", args.url_b, args.model_b)):
+        try:
+            target = Target.from_url(url)
+        except HttpError as error:
+            raise InputError(str(error)) from error
+        made.append(
+            Client(
+                name,
+                target,
+                model=model,
+                api_key=args.api_key,
+                seed=args.seed,
+                timeout_s=args.timeout,
+            )
+        )
+    return made[0], made[1]
+
+
+async def _workload(args: argparse.Namespace, client: Client) -> Workload:
+    from kdecode.bench.serving.http import fetch_json
+    from kdecode.bench.workloads.synthetic import TokenRange, fixed
+    from kdecode.bench.workloads.types import WorkloadError
+
+    text = args.token_ids
+    if text is None:
+        info = await fetch_json(client.target, "/tokenizer_info", headers=client.headers)
+        size = (info or {}).get("vocab_size")
+        is_known = isinstance(size, int) and size > _SPECIAL_TOKENS
+        text = f"0-{size - _SPECIAL_TOKENS}" if is_known else _TOKEN_IDS
+    try:
+        tokens = TokenRange.from_text(text)
+        return fixed(args.prompts, args.prompt_tokens, args.output_tokens, tokens, args.seed)
+    except WorkloadError as error:
+        raise InputError(str(error)) from error

@@ -1,0 +1,381 @@
+"""The comparison of servers on scripted ones: one case for each fault that tools have had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mock_server import CONFIG, MockServer
+from simulated import simulate
+
+from kdecode.bench.machine import Machine
+from kdecode.bench.serving.client import Client
+from kdecode.bench.serving.counters import add_up, growth, read_counters
+from kdecode.bench.serving.facts import ServerFacts, read_facts
+from kdecode.bench.serving.gate import run_problems
+from kdecode.bench.serving.http import HttpError, Target
+from kdecode.bench.serving.load import Load, PassResult, run_pass
+from kdecode.bench.serving.protocol import Design, ServedComparison, compare_servers
+from kdecode.bench.serving.report import render, tables
+from kdecode.bench.serving.stored import (
+    RefusedRatioError,
+    StoredError,
+    document_of,
+    ratio_of,
+    read_document,
+)
+from kdecode.bench.serving.summary import Limits, summarize_passes
+from kdecode.bench.workloads.synthetic import TokenRange, fixed
+from kdecode.bench.workloads.types import Request, Workload
+
+MACHINE = Machine("test cpu", 2, ("avx2",), "Test 1", "2025-01-01", {"python": "3"}, 2**30)
+SPECIALIZED = {**CONFIG, "decode_backend": "latency_specialized"}
+WORKLOAD = fixed(2, 8, 9, TokenRange(0, 100), seed=0)
+
+
+def auto(**changes: Any) -> MockServer:
+    return MockServer(**{"name": "auto", "chunk_ms": 13.0, **changes})
+
+
+def special(**changes: Any) -> MockServer:
+    return MockServer(**{"name": "special", "config": SPECIALIZED, "coverage": 1.0, **changes})
+
+
+def design(**changes: Any) -> Design:
+    return Design(**{"load": Load(concurrency=1), "blocks": 2, "has_null": False, **changes})
+
+
+def measure(
+    folder: Path,
+    a: MockServer,
+    b: MockServer,
+    workload: Workload = WORKLOAD,
+    **changes: Any,
+) -> ServedComparison:
+    async def main() -> ServedComparison:
+        async with a.running() as url_a, b.running() as url_b:
+            clients = [
+                Client(name, Target.from_url(url)) for name, url in (("a", url_a), ("b", url_b))
+            ]
+            return await compare_servers(clients[0], clients[1], workload, design(**changes))
+
+    found: ServedComparison = simulate(folder, main())
+    return found
+
+
+def facts_of(folder: Path, server: MockServer) -> ServerFacts:
+    async def main() -> ServerFacts:
+        async with server.running() as url:
+            return await read_facts(Client("a", Target.from_url(url)))
+
+    found: ServerFacts = simulate(folder, main())
+    return found
+
+
+def play(folder: Path, server: MockServer, workload: Workload, load: Load) -> PassResult:
+    async def main() -> PassResult:
+        async with server.running() as url:
+            return await run_pass(Client("a", Target.from_url(url)), workload, load)
+
+    found: PassResult = simulate(folder, main())
+    return found
+
+
+def rows(comparison: ServedComparison) -> dict[str, tuple[str, ...]]:
+    (table,) = tables(comparison)
+    return {row[0]: row[1:] for row in table.rows}
+
+
+def test_known_ratio_and_what_is_beside_it(tmp_path: Path) -> None:
+    found = measure(tmp_path, auto(), special(), has_null=True)
+    assert (found.verdict, found.problems) == ("faster", ())
+    assert found.ratios["tpot"].ratio == pytest.approx(1.3)
+    assert found.ratios["ttft"].ratio == pytest.approx(1.0)
+    assert found.ratios["e2e"].ratio == pytest.approx((200 + 8 * 13) / (200 + 8 * 10))
+    assert found.null is not None
+    assert found.null.ratio == pytest.approx(1)
+    assert [(one.block, one.arm, one.pair) for one in found.passes] == [
+        *((0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 0, 1)),
+        *((1, 1, 0), (1, 0, 0), (1, 0, 1), (1, 1, 1)),
+    ]
+    assert rows(found)["decode step, mean"][:2] == ("13.000 ms", "10.000 ms")
+
+
+def test_peak_is_never_below_the_mean(tmp_path: Path) -> None:
+    """F1: tokens are counted by chunk, whatever the chunks are."""
+    for tokens, chunk_ms in ((4, 10.0), (1, 10.0), (8, 700.0)):
+        server = auto(tokens_per_chunk=tokens, chunk_ms=chunk_ms)
+        one = play(tmp_path, server, fixed(3, 5, 40, TokenRange(0, 9), 0), Load(concurrency=1))
+        summary = summarize_passes([one], add_up([]), Limits(), 1)
+        assert summary.peak_tps is not None
+        assert summary.output_tps is not None
+        assert summary.peak_tps >= summary.output_tps
+
+
+def test_a_warm_cache_in_one_arm_is_found(tmp_path: Path) -> None:
+    """F5."""
+    found = measure(tmp_path, auto(), special(cached_tokens=4))
+    assert found.verdict == "not comparable"
+    assert "0.0 % and 50.0 % of the prompt tokens" in found.problems[0]
+    (problem,) = measure(tmp_path, auto(), special(cached_tokens=None)).problems
+    assert problem == "One arm tells its cached prompt tokens and the other does not."
+
+
+def test_passes_find_nothing_of_each_other(tmp_path: Path) -> None:
+    server, other = auto(), special()
+    measure(tmp_path, server, other)
+    salts = [body["cache_salt"] for body in server.log if body["max_tokens"] == 9]
+    # Two requests a pass; warm-up, blocks and the agreement.
+    assert len(set(salts[: 2 * 7])) == 7
+    assert not set(salts) & {body["cache_salt"] for body in other.log} - set(salts[:6])
+    resets = auto()
+    measure(tmp_path, resets, special(), cache="reset")
+    assert "cache_salt" not in resets.log[0]
+    assert resets.paths.count("/reset_prefix_cache") == 3 + 4
+
+
+def test_decode_and_output_throughput_are_two_numbers(tmp_path: Path) -> None:
+    """F7: nine tenths of the time is prefill."""
+    long = {"prefill_ms": 900.0, "chunk_ms": 12.5}
+    found = measure(tmp_path, auto(**long), special(**long))
+    table = rows(found)
+    decode, output = (
+        float(table[name][0].split()[0])
+        for name in ("DECODE THROUGHPUT, no prefill", "output throughput, with prefill")
+    )
+    assert decode == pytest.approx(80)
+    assert output == pytest.approx(9)
+
+
+def test_losses_are_counted_and_have_no_ratio(tmp_path: Path) -> None:
+    """F8."""
+    found = measure(tmp_path, auto(), special(fail_every=5))
+    assert (found.verdict, found.ratios) == ("not comparable", {})
+    assert "8 requests were planned, 8 sent and 7 completed" in found.problems[0]
+    assert found.summaries[1].errors
+    assert rows(found)["requests completed / planned"][:2] == ("8 / 8", "7 / 8")
+
+
+def synthetic(config: Any, **changes: Any) -> dict[str, Any]:
+    speculative = {"method": "dspark", "synthetic_acceptance_rates": [1.0, 1.0]}
+    return {"config": {**config, "speculative": speculative, "outputs_valid": False}, **changes}
+
+
+def test_synthetic_acceptance_is_checked_against_what_was_asked_for(tmp_path: Path) -> None:
+    """F9, F15: a value that is missing is no value, and another one stops."""
+    good = measure(
+        tmp_path,
+        auto(**synthetic(CONFIG, acceptance=3.0)),
+        special(**synthetic(SPECIALIZED, acceptance=3.0)),
+    )
+    assert (good.verdict, good.outputs, good.outputs_valid) == ("faster", None, False)
+    for acceptance, said in ((5.0, "5.00 were found"), (None, "counters are not available")):
+        bad = measure(
+            tmp_path,
+            auto(**synthetic(CONFIG, acceptance=3.0)),
+            special(**synthetic(SPECIALIZED, acceptance=acceptance)),
+        )
+        assert bad.verdict == "not comparable"
+        assert said in bad.problems[0]
+
+
+def test_missing_counters_are_not_zero(tmp_path: Path) -> None:
+    """F15, F16: absent, and the coverage that is not known is not enough."""
+    drafts = {"method": "dspark", "synthetic_acceptance_rates": None}
+    configs = [{**config, "speculative": drafts} for config in (CONFIG, SPECIALIZED)]
+    found = measure(tmp_path, auto(config=configs[0]), special(config=configs[1], coverage=None))
+    assert found.verdict == "not exercised"
+    text = render(found, MACHINE)
+    assert "coverage b: not available" in text
+    assert "an unknown share of the decode steps of b" in text
+    assert rows(found)["tokens a round"][:2] == ("not available", "not available")
+    assert found.summaries[0].counts.acceptance_length is None
+
+
+def test_outputs_that_are_made_up_are_never_valid(tmp_path: Path) -> None:
+    """F17: the replies say so, whatever the configuration says."""
+    found = measure(tmp_path, auto(outputs_valid=False), special())
+    assert found.outputs_valid is False
+    assert document_of(found, MACHINE)["outputs_valid"] is False
+    assert measure(tmp_path, auto(), special()).outputs_valid is True
+
+
+def test_cold_requests_are_discarded_and_counted(tmp_path: Path) -> None:
+    """F12: and the prompt tokens are the server's."""
+    server = auto(prompt_tokens=11)
+    found = measure(tmp_path, server, special(prompt_tokens=11))
+    assert found.warmups[0].runs == 3
+    assert found.summaries[0].prompt_tokens == 2 * 4 * 11
+    measured = WORKLOAD.requests[0].prompt_ids
+    assert measured is not None
+    assert [body["prompt"] for body in server.log[:6]].count(list(measured)) == 0
+    (problem,) = measure(tmp_path, auto(), special(prompt_tokens=12)).problems
+    assert problem == "The same requests had 64 and 96 prompt tokens."
+
+
+def test_a_warm_up_that_never_settles_says_so(tmp_path: Path) -> None:
+    found = measure(tmp_path, auto(noise=0.5), special(), warmup_passes=(3, 4))
+    assert (found.warmups[0].runs, found.warmups[0].is_stable) == (4, False)
+    assert "STILL UNSTABLE" in render(found, MACHINE)
+
+
+def test_configuration_is_the_running_servers(tmp_path: Path) -> None:
+    """F18: nothing but what the server resolved, and all of it."""
+    facts = facts_of(tmp_path, auto())
+    assert (facts.kind, facts.study, facts.accelerators) == ("kdecode", "non-speculative", 8)
+    assert facts.config["cache.page_tokens"] == 64
+    assert facts.config["hardware.name"] == "test accelerator"
+    assert facts_of(tmp_path, auto(hardware={})).unread == ("hardware model and count",)
+
+
+VLLM = {
+    "vllm_config": {
+        "instance_id": "ab",
+        "additional_config": {"decode_backend": "latency_specialized"},
+        "cache_config": {"block_size": 64, "num_gpu_blocks": 1000},
+        "parallel_config": {"world_size": 16, "data_parallel_size": 1, "master_port": 1234},
+        "speculative_config": {"method": "dspark", "synthetic_acceptance_length": 6.0},
+    },
+    "vllm_env": {"VLLM_X": 1, "VLLM_CACHE_ROOT": "/a"},
+    "system_env": {"nvidia_gpu_models": "GPU 0: X", "torch_version": "2"},
+}
+
+
+def test_a_vllm_in_development_mode_tells_everything(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, MockServer(config=None, server_info=VLLM))
+    assert (facts.kind, facts.unread) == ("vllm", ())
+    assert facts.config["decode_backend"] == "latency_specialized"
+    assert facts.config["cache_config.block_size"] == 64
+    assert facts.config["env.VLLM_X"] == 1
+    assert set(facts.recorded) == {
+        "instance_id",
+        "cache_config.num_gpu_blocks",
+        "parallel_config.master_port",
+    }
+    assert (facts.accelerators, facts.requested_length) == (16, 6.0)
+    assert facts.study == "synthetic acceptance"
+
+
+def test_another_server_is_measured_without_a_ratio(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, MockServer(config=None))
+    assert facts.kind == "vllm"
+    assert "decode backend" in facts.unread
+    found = measure(tmp_path, auto(config=None), special(config=None))
+    assert (found.verdict, found.ratios) == ("not comparable", {})
+    assert "VLLM_SERVER_DEV_MODE=1" in found.problems[0]
+    assert rows(found)["time per token P50 / P90"][0] == "13.000 / 13.000 ms"
+
+
+def test_near_ties_are_told_from_real_differences(tmp_path: Path) -> None:
+    other = {"words": {4: "x "}, "margins": {4: ("t4 ", 0.25)}}
+    found = measure(tmp_path, auto(), special(**other))
+    assert found.outputs is not None
+    (first, _) = found.outputs.agreement.prompts
+    assert (first.divergence, first.divergence_class) == (4, "near-tie")
+    assert first.divergence_margin == pytest.approx(0.25)
+    assert found.verdict == "faster"
+    wide = {"words": {4: "x "}, "margins": {4: ("t4 ", 0.75)}}
+    assert measure(tmp_path, auto(), special(**wide)).verdict == "outputs differ"
+    # Without the runner-up's probability there is no excuse.
+    blind = measure(tmp_path, auto(), special(**other, has_logprobs=False))
+    assert blind.verdict == "outputs differ"
+    shorter = measure(tmp_path, auto(), special(max_output=8))
+    assert shorter.verdict == "outputs differ"
+    assert shorter.unequal_pairs == 8
+
+
+def test_time_per_token_needs_tokens_of_chunks(tmp_path: Path) -> None:
+    quiet = {"usage": "end", "tokens_per_chunk": 2}
+    found = measure(tmp_path, auto(**quiet), special(**quiet))
+    assert found.verdict == "not comparable"
+    assert "time per token is not defined" in found.problems[0]
+
+
+def test_live_replies_are_no_pairs(tmp_path: Path) -> None:
+    request = Request("r", 3, messages=({"role": "user", "content": "hi"},))
+    found = measure(tmp_path, auto(), special(), Workload("chat", (request,), "live"))
+    assert found.problems == ("Live replies make other prompts in each arm, which are no pairs.",)
+
+
+def test_many_at_a_time(tmp_path: Path) -> None:
+    workload = fixed(8, 5, 9, TokenRange(0, 9), 0)
+    found = measure(tmp_path, auto(), special(), workload, load=Load(concurrency=4))
+    assert found.verdict == "faster"
+    table = rows(found)
+    # Four at a time: four times the tokens of one in the same time, while nobody prefills.
+    assert table["DECODE THROUGHPUT, no prefill"][0] == "76.92 tok/s"
+    assert float(table["output throughput, with prefill"][0].split()[0]) == pytest.approx(
+        4 * 9 / 0.304, rel=1e-3
+    )
+
+
+def test_an_open_loop_that_the_client_cannot_keep_is_refused(tmp_path: Path) -> None:
+    found = measure(tmp_path, auto(), special(), load=Load(rate=2.0))
+    assert found.verdict == "faster"
+    summary = found.summaries[0]
+    assert summary.queue_s is not None
+    late = play(tmp_path, auto(), WORKLOAD, Load(rate=2.0))
+    lagging = PassResult(late.records, 2, late.begin_ns, late.end_ns, (0.5, 0.5))
+    slow = summarize_passes([lagging], add_up([]), Limits(), 1)
+    problems = [*run_problems(("a", "b"), found.facts, (slow, summary))]
+    assert "a: the client was the limit: it woke up 500.0 ms late" in problems[0]
+
+
+def test_goodput_counts_what_was_planned() -> None:
+    limits = Limits(ttft_s=0.25, tpot_s=0.011)
+    assert str(limits) == "ttft <= 250 ms, tpot <= 11 ms"
+    assert not Limits().is_set
+
+
+def test_goodput_of_an_arm(tmp_path: Path) -> None:
+    found = measure(tmp_path, auto(), special(), limits=Limits(tpot_s=0.011))
+    assert rows(found)["goodput"][:2] == ("0.0 %", "100.0 %")
+
+
+def test_a_server_that_answers_nothing_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(HttpError, match="answers no request of the warm-up: status 500"):
+        measure(tmp_path, auto(fail_every=1), special())
+
+
+def test_stored_comparisons_keep_their_ratios_to_themselves(tmp_path: Path) -> None:
+    one, two = (measure(tmp_path, auto(), special()) for _ in range(2))
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    for path, found in zip(paths, (one, two), strict=True):
+        path.write_text(json.dumps(document_of(found, MACHINE), allow_nan=False))
+    documents = [read_document(path) for path in paths]
+    assert ratio_of(documents[0], documents[0]).ratio == pytest.approx(1.3)
+    with pytest.raises(RefusedRatioError, match="a ratio belongs to one comparison"):
+        ratio_of(*documents)
+    lost = document_of(measure(tmp_path, auto(), special(fail_every=5)), MACHINE)
+    with pytest.raises(RefusedRatioError, match="has no ratio"):
+        ratio_of(lost, lost)
+    assert documents[0]["workload"]["digest"] == WORKLOAD.digest
+    paths[0].write_text("{}")
+    with pytest.raises(StoredError, match="no comparison of servers"):
+        read_document(paths[0])
+
+
+EXPOSITION = """
+# HELP a b
+kdecode:decode_steps_total{path="specialized",reason=""} 5
+kdecode:decode_steps_total{path="standard",reason="a \\"quoted\\" one"} 2.0 1700000000
+vllm:spec_decode_num_drafts_total{engine="0"} 4
+vllm:spec_decode_num_drafts_total{engine="1"} 6
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 15
+nonsense
+broken{x="1"} abc
+"""
+
+
+def test_counters() -> None:
+    after = read_counters(EXPOSITION)
+    before = {key: 1.0 for key in after if key[0].startswith("kdecode")}
+    counts = add_up([growth(before, after), {}])
+    assert counts.steps == {"specialized": 4, "standard": 1}
+    assert counts.fallback_reasons == {'a \\"quoted\\" one': 1}
+    assert counts.coverage == 0.8
+    assert counts.acceptance_length == 2.5
+    assert (counts.drafted, counts.acceptance_rate) == (None, None)
+    assert add_up([]).coverage is None
