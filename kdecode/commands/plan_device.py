@@ -85,6 +85,7 @@ def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> 
     from kdecode.decode.launches import group_lines, launch_rows
 
     groups = group_lines(plan.config, lines)
+    weights = sum(step.weight_bytes or 0 for step in plan.steps)
     share = f", one rank's share of {size}" if size > 1 else ""
     return "\n".join(
         [
@@ -93,8 +94,7 @@ def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> 
             table(launch_rows(groups)),
             "",
             table(_count_rows(plan.config, groups, size)),
-            f"{len(plan.steps):,} launches a step, "
-            f"{mebibytes(sum(line.weight_bytes for line in lines))} of weights at one row",
+            f"{len(lines):,} launches, {mebibytes(weights)} of weights at one row",
             *plan.notes,
         ]
     )

@@ -7,14 +7,15 @@ made or compiled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdecode.config import ModelConfig
-from kdecode.decode.plan import DecodePlan
+from kdecode.decode.latency_cuda import launches
+from kdecode.decode.plan import DecodePlan, Step
 
 if TYPE_CHECKING:
     from kdecode.kernels.common.triton_compile import Resources
@@ -43,32 +44,8 @@ class LaunchLine:
 
 
 def launch_lines(plan: DecodePlan) -> list[LaunchLine]:
-    """The launches of a plan that was built, in order; a commit's comes last."""
-    from kdecode.decode.latency_cuda import launches
-
-    found = []
-    for index, launch in enumerate(launches(plan)):
-        is_step = index < len(plan.steps)
-        step = plan.steps[index] if is_step else None
-        name = getattr(launch.kernel, "fn", launch.kernel).__name__
-        found.append(
-            LaunchLine(
-                layer=None if step is None else step.layers[0],
-                op="kda_commit" if step is None else step.op,
-                covers=() if step is None else step.covers,
-                kernel=name,
-                grid=tuple(launch.grid),
-                warps=launch.num_warps,
-                stages=launch.num_stages,
-                tile={
-                    key: value
-                    for key, value in launch.constants.items()
-                    if key.startswith(_TILE_NAMES) and isinstance(value, int)
-                },
-                weight_bytes=0 if step is None else step.weight_bytes or 0,
-            )
-        )
-    return found
+    """The launches of a plan that was built, in order; a commit's come last."""
+    return [_line(step, launch) for step, launch in _launches(plan)]
 
 
 def compile_lines(
@@ -78,15 +55,41 @@ def compile_lines(
 
     folder: where results are kept. Raises CompileError for what cannot be compiled.
     """
-    from kdecode.decode.latency_cuda import launches
     from kdecode.kernels.common.triton_compile import compile_all, compile_job
 
-    jobs = [compile_job(launch, arch) for launch in launches(plan)]
+    jobs = [compile_job(launch, arch) for _, launch in _launches(plan)]
     resources = compile_all(jobs, folder, processes)
-    return [
-        replace(line, compiled=resources[job])
-        for line, job in zip(launch_lines(plan), jobs, strict=True)
-    ]
+    lines = zip(launch_lines(plan), jobs, strict=True)
+    return [replace(line, compiled=resources[job]) for line, job in lines]
+
+
+def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
+    """Each launch with its step; with None those of the commit."""
+    # A plan's own launches are those of its steps, in order, before any of the commit.
+    every = iter(launches(plan))
+    for step in plan.steps:
+        # A `TritonStep`, whose module cannot be imported without Triton.
+        prepared: Any = step.prepared
+        yield from ((step, next(every)) for _ in prepared.launches)
+    yield from ((None, launch) for launch in every)
+
+
+def _line(step: Step | None, launch: Any) -> LaunchLine:
+    return LaunchLine(
+        layer=None if step is None else step.layers[0],
+        op="kda_commit" if step is None else step.op,
+        covers=() if step is None else step.covers,
+        kernel=getattr(launch.kernel, "fn", launch.kernel).__name__,
+        grid=tuple(launch.grid),
+        warps=launch.num_warps,
+        stages=launch.num_stages,
+        tile={
+            key: value
+            for key, value in launch.constants.items()
+            if key.startswith(_TILE_NAMES) and isinstance(value, int)
+        },
+        weight_bytes=0 if step is None else step.weight_bytes or 0,
+    )
 
 
 @dataclass(frozen=True)
