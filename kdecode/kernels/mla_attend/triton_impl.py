@@ -37,8 +37,11 @@ class Tile:
 def tile(lanes: int, kv_rank: int, cache_dtype: str, arch: str) -> Tile:
     """The tile of requests of so many lanes."""
     block_m = min(64, max(16, triton.next_power_of_2(lanes)))
-    wide = block_m > 16
-    default = Tile(block_m, block_t=32 if wide else 64, warps=8, stages=2)
+    if cache_dtype == "fp8":
+        # Rows that are widened in registers leave no room for the sums of more lanes.
+        block_m = 16
+    # Three stages are two rounds in memory: one is read while the other is multiplied.
+    default = Tile(block_m, block_t=32 if block_m > 16 else 64, warps=8, stages=3)
     return choose("mla_attend", arch, f"{lanes} x {kv_rank}, {cache_dtype}", default)
 
 
@@ -117,6 +120,16 @@ def _widened(stored, cache_scale, IS_FP8: tl.constexpr):
         return stored
 
 
+@triton.jit
+def _pages(entry, first, end, place, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Page numbers of the tokens of a round: one where a page has them all. 0 from ``end`` on."""
+    if PAGE_TOKENS % BLOCK_T == 0:
+        return tl.load(entry + first // PAGE_TOKENS, mask=first < end, other=0)
+    else:
+        token = first + place
+        return tl.load(entry + token // PAGE_TOKENS, mask=token < end, other=0)
+
+
 @triton.jit(do_not_specialize=["max_pages"])
 def attend_splits(
     query,
@@ -164,19 +177,18 @@ def attend_splits(
         mask = has_lane[:, None] & has_rest[None, :]
         q_rest = tl.load(own[:, None] + LATENT + rest[None, :], mask=mask, other=0.0)
 
+        entry = row_pages + last * max_pages
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, LATENT_BLOCK], tl.float32)
+        # A page's number is read a round before its rows, which do not wait for it then.
+        place = tl.arange(0, BLOCK_T)
+        page = _pages(entry, start, end, place, PAGE_TOKENS, BLOCK_T)
         for first in range(start, end, BLOCK_T):
-            token = first + tl.arange(0, BLOCK_T)
+            token = first + place
             is_cached = token < end
-            entry = row_pages + last * max_pages
-            if PAGE_TOKENS % BLOCK_T == 0:  # one page has them all
-                page = tl.load(entry + first // PAGE_TOKENS).to(tl.int64)
-                at = page * (PAGE_TOKENS * WIDTH) + token % PAGE_TOKENS * WIDTH
-            else:
-                page = tl.load(entry + token // PAGE_TOKENS, mask=is_cached, other=0)
-                at = (page.to(tl.int64) * PAGE_TOKENS + token % PAGE_TOKENS) * WIDTH
+            at = (page.to(tl.int64) * PAGE_TOKENS + token % PAGE_TOKENS) * WIDTH
+            page = _pages(entry, first + BLOCK_T, end, place, PAGE_TOKENS, BLOCK_T)
             cached = pages + at[:, None]
             is_latent = is_cached[:, None] & has_channel[None, :]
             stored = tl.load(cached + channel[None, :], mask=is_latent, other=0.0)
