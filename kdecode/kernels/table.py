@@ -57,9 +57,12 @@ _TRITON = (
     "mla_value",
     "kda_core",
     "kda_commit",
+    "kda_recurrence",
     "moe_gate",
     "expert_up",
     "expert_down",
+    "route",
+    "experts",
 )
 
 TABLE: dict[tuple[str, str], str] = {
