@@ -1,0 +1,220 @@
+"""The weighted sum of the outputs of each row's experts: the launch of a step of up to 64 rows.
+
+A program of a row has a block of its columns for all of its slots, and so their sum. Programs of a
+distinct expert write the outputs of all its pairs; the last of a block of columns sums up all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kdecode.config import ModelConfig
+from kdecode.kernels.common.expert_launch import (
+    BF16,
+    PAIR_ROWS,
+    TILE_ROWS,
+    down_arguments,
+    expert_side,
+    grouped_places,
+    grouped_tile,
+    pair_tile,
+    paired,
+)
+from kdecode.kernels.common.expert_stack import ExpertStack
+from kdecode.kernels.common.triton_experts import (
+    expert_of_place,
+    few_products,
+    many_products,
+    pairs_of_tile,
+    weighted_sums,
+)
+from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
+from kdecode.kernels.common.triton_ops import is_last_arrival, round_bf16, to_bf16
+
+# Slots whose weights a program of a row loads at a time, and rows that are summed up at a time.
+_SLOTS = 16
+_SUM_ROWS = 16
+# Columns of the narrowest block: counters are made for as many.
+_LEAST_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """ids [R, N] int32 and weights [R, N] fp32 of the experts of each row."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What grouped programs need: outputs bf16 [R, N, side] of every pair, zeroed int32 counters.
+
+    The programs leave the counters as they were.
+    """
+
+    outputs: Tensor
+    counters: Tensor
+
+
+def num_counters(config: ModelConfig) -> int:
+    """Enough for any tile."""
+    return divide_up(expert_side(config), _LEAST_COLUMNS)
+
+
+def is_grouped(rows: int) -> bool:
+    """Whether a launch for so many rows needs a `Gathering`."""
+    return rows > PAIR_ROWS
+
+
+def down_launch(
+    config: ModelConfig,
+    arch: str,
+    stack: ExpertStack,
+    product: Tensor,
+    choice: Choice,
+    out: Tensor,
+    gathering: Gathering | None,
+) -> Launch:
+    """product [R, N, F] bf16 -> out [R, side] bf16. gathering: None unless `is_grouped`."""
+    moe, side, width = config.moe, expert_side(config), config.moe.expert_width
+    is_coded, rows = stack.down_scales is not None, product.shape[0]
+    slots = (rows, moe.top_k)
+    product = tensor_for(product, BF16, (*slots, width), name="expert_product")
+    arguments: dict[str, Any] = {
+        "ids": tensor_for(choice.ids, torch.int32, slots, name="route_ids"),
+        "weights": tensor_for(choice.weights, torch.float32, slots, name="route_weights"),
+        **down_arguments(config, stack),
+        "out": tensor_for(out, BF16, (rows, side), name="expert_sum"),
+    }
+    constants = {
+        "TOP_K": moe.top_k,
+        "EXPERTS": moe.num_experts,
+        "INNER": width,
+        "SIDE": side,
+        "IS_CODED": is_coded,
+    }
+    if gathering is None:
+        together = min(_SLOTS, triton.next_power_of_2(moe.top_k))
+        tile = pair_tile("expert_down", arch, width, side, is_coded, together)
+        kernel, places = expert_down_rows, rows
+        arguments["x"] = paired(product, is_coded)
+        constants |= {"BLOCK_SLOTS": together}
+    else:
+        tile = grouped_tile("expert_down", arch, width, side, is_coded, TILE_ROWS)
+        kernel = expert_down_grouped
+        places, by_pair = grouped_places(config, rows)
+        arguments |= {
+            "x": product,
+            "outputs": tensor_for(gathering.outputs, BF16, (*slots, side), name="outputs"),
+            "counters": gathering.counters,
+            "rows": rows,
+            "places": places,
+        }
+        constants |= {
+            "BLOCK_P": triton.next_power_of_2(rows * moe.top_k),
+            "BLOCK_R": TILE_ROWS,
+            "BLOCK_SUM": min(_SUM_ROWS, triton.next_power_of_2(rows)),
+            "BY_PAIR": by_pair,
+        }
+    constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    grid = (divide_up(side, tile.block_n), places)
+    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
+
+
+@triton.jit
+def expert_down_rows(
+    x,
+    ids,
+    weights,
+    data,
+    scales,
+    out,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    SIDE: tl.constexpr,
+    IS_CODED: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, TOP_K, BLOCK_SLOTS):
+        slot = first + tl.arange(0, BLOCK_SLOTS)
+        pair = row * TOP_K + slot
+        expert = tl.load(ids + pair, mask=slot < TOP_K, other=0)
+        weight = tl.load(weights + pair, mask=slot < TOP_K, other=0.0)
+        is_valid = (expert >= 0) & (expert < EXPERTS)
+        lines = expert.to(tl.int64)[:, None, None] * SIDE + n[None, :, None]
+        is_line = (is_valid & (slot < TOP_K))[:, None, None] & (n < SIDE)[None, :, None]
+        # Slots that a row does not have read the first one's input, and have no line.
+        held = tl.where(slot < TOP_K, pair, row * TOP_K)
+        source = x + (held * (INNER // 2 if IS_CODED else INNER))[:, None, None]
+        sums = few_products(source, data, scales, lines, is_line, INNER, BLOCK_K, IS_CODED)
+        # What is not read counts nothing: not the left-over product of an id that is no expert.
+        share = tl.where(is_line.reshape(BLOCK_SLOTS, BLOCK_N), round_bf16(sums), 0.0)
+        share = tl.where(is_valid[:, None], weight[:, None] * share, float("nan"))
+        total += tl.sum(share, axis=0)
+    tl.store(out + row * SIDE + n, to_bf16(total), mask=n < SIDE)
+
+
+@triton.jit(do_not_specialize=["rows", "places"])
+def expert_down_grouped(
+    x,
+    ids,
+    weights,
+    data,
+    scales,
+    out,
+    outputs,
+    counters,
+    rows,
+    places,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    SIDE: tl.constexpr,
+    IS_CODED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SUM: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block = tl.program_id(0)
+    place = tl.program_id(1)
+    expert, match = expert_of_place(ids, place, rows * TOP_K, EXPERTS, BLOCK_P, BY_PAIR)
+    count = tl.sum(match.to(tl.int32), axis=0)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    held = tl.minimum(n, SIDE - 1)
+    if (count > 0) & (expert < EXPERTS):
+        rank = tl.cumsum(match.to(tl.int32), axis=0) - 1
+        lines = expert.to(tl.int64) * SIDE + held
+        for start in range(0, count, BLOCK_R):
+            pair = pairs_of_tile(match, rank, start, BLOCK_P, BLOCK_R)
+            has_row = start + tl.arange(0, BLOCK_R) < count
+            at = pair.to(tl.int64) * INNER
+            sums = many_products(
+                x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K, IS_CODED
+            )
+            inside = has_row[None, :] & (n < SIDE)[:, None]
+            place_out = outputs + pair.to(tl.int64)[None, :] * SIDE + n[:, None]
+            tl.store(place_out, to_bf16(sums), mask=inside)
+    if is_last_arrival(counters + block, places):
+        for start in range(0, rows, BLOCK_SUM):
+            row = (start + tl.arange(0, BLOCK_SUM)).to(tl.int64)[:, None]
+            total = weighted_sums(
+                outputs, ids, weights, row, row < rows, held[None, :], TOP_K, EXPERTS, SIDE
+            )
+            inside = (row < rows) & (n < SIDE)[None, :]
+            tl.store(out + row * SIDE + n[None, :], to_bf16(total), mask=inside)

@@ -1,0 +1,42 @@
+"""route with the choice in Triton: one product of torch, one launch of a program a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdecode.config import MoeConfig
+from kdecode.kernels.common.triton_route import refuse_choice, route_launch
+from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.linear.product import Linear, make_linear
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Every reason why this problem cannot run."""
+    return refuse_choice(problem.config.moe)
+
+
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
+    """weights: the packed mixture of experts."""
+    scores = make_linear(weights.router, buffers.products, torch.float32)
+    return _Route(scores, weights.router_bias, problem.config.moe, buffers)
+
+
+@dataclass(frozen=True)
+class _Route:
+    product: Linear
+    bias: Tensor  # [E] fp32
+    moe: MoeConfig
+    buffers: Buffers
+
+    def run(self) -> None:
+        logits = self.product(self.buffers["mlp_in"])
+        slots = (logits.shape[0], self.moe.top_k)
+        ids = logits.new_empty(slots, dtype=torch.int32)
+        weights = logits.new_empty(slots)
+        if logits.shape[0]:
+            route_launch(self.moe, logits, self.bias, ids, weights).run()
+        self.buffers["route_ids"], self.buffers["route_weights"] = ids, weights
