@@ -67,6 +67,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     blocks = divide_up(each * heads, used.block_m)
     # A context of the longest allowed length may need fewer splits than there is room for.
     needed = min(splits, divide_up(problem.max_context_tokens, ROUND_TOKENS))
+    # Triton 3.6 copies 16 bytes at a time ahead of a round, whatever the rows are aligned to.
+    can_copy_ahead = mla.cache_width * pages.element_size() % 16 == 0
     launch = Launch(
         kernel=attend_splits,
         grid=(rows // each * blocks, needed),
@@ -106,7 +108,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "ROPE_BLOCK": max(16, triton.next_power_of_2(mla.rope_dim)),
         },
         num_warps=used.warps,
-        num_stages=used.stages,
+        num_stages=used.stages if can_copy_ahead else 1,
     )
     return TritonStep(launch)
 
