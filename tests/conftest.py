@@ -17,6 +17,8 @@ import torch
 
 from kdecode.model.synthesis import make_checkpoint
 
+_WITHOUT_GPU = pytest.StashKey[int]()
+
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -49,6 +51,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the snapshots in tests/plans instead of comparing with them",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU what needs one is not run, and the summary says how much that is."""
+    if torch.cuda.is_available():
+        return
+    chosen = [item for item in items if item.get_closest_marker("gpu") is None]
+    left_out = [item for item in items if item.get_closest_marker("gpu") is not None]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[_WITHOUT_GPU] = len(left_out)
+    items[:] = chosen
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    count = config.stash.get(_WITHOUT_GPU, 0)
+    if count:
+        terminalreporter.write_line(f"{count} tests need a GPU and were not run: there is none.")
 
 
 @pytest.fixture(scope="session")

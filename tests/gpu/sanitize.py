@@ -1,0 +1,83 @@
+"""Runs the CUDA plans of the smallest models under NVIDIA's compute-sanitizer.
+
+    python tests/gpu/sanitize.py               memcheck, then racecheck
+    python tests/gpu/sanitize.py memcheck
+
+memcheck finds accesses outside of a tensor: torch's caching allocator is off, so that each tensor
+is an allocation of its own. racecheck finds hazards in the shared memory of a program. A run is one
+step of every plan below, launched step by step, with the commit of the verify step. Needs a GPU and
+compute-sanitizer in the PATH; the first run compiles the kernels before the tools start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TOOLS = ("memcheck", "racecheck")
+PRESETS = ("mini", "kimi-linear-mini")
+# Rows, and how many of them are one request's.
+SIZES = ((1, 1), (2, 1), (5, 1), (8, 4))
+FAILED = 66
+
+
+def run_plans() -> None:
+    """One step of every plan, on each preset."""
+    import torch
+    from cuda_cases import Twins, build, decode_batch, verify_batch
+    from native_cases import Loaded
+
+    from kdecode.decode.runner import load_inputs
+    from kdecode.model.layout import pack_model, to_device
+    from kdecode.model.synthesis import make_checkpoint
+    from kdecode.model.weights import CheckpointReader
+
+    for preset in PRESETS:
+        with tempfile.TemporaryDirectory() as folder:
+            directory = Path(folder) / preset
+            make_checkpoint(directory, preset, seed=0)
+            packed = pack_model(CheckpointReader(directory), "rows", mxfp4="mxfp4_rows")
+            parameters = CheckpointReader(directory).load_model()
+            loaded = Loaded(to_device(packed, "cuda"), parameters)
+            for rows, each in SIZES:
+                contexts = [70, 0, 64, 5, 1][: rows // each]
+                batch = decode_batch(contexts) if each == 1 else verify_batch(contexts, each)
+                twins = Twins.of(loaded)
+                twins.fill(batch, seed=rows)
+                plan = build(loaded, twins.ours, rows, each)
+                load_inputs(plan, batch)
+                plan.run()
+                if each > 1:
+                    twins.ours.commit({request.slot: each - 1 for request in batch.requests})
+                torch.cuda.synchronize()
+                finite = bool(torch.isfinite(plan.buffers["logits"]).all())
+                print(f"{preset}, {rows} rows, {each} a request: finite {finite}", flush=True)
+                if not finite:
+                    sys.exit(FAILED)
+
+
+def main(tools: tuple[str, ...]) -> int:
+    here = [sys.executable, str(Path(__file__)), "run"]
+    folders = [str(TESTS / name) for name in ("decode", "model")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    # Compiles, and shows that the plans run at all.
+    if code := subprocess.run(here, env=environment).returncode:
+        return code
+    environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    for tool in tools:
+        print(f"compute-sanitizer --tool {tool}", flush=True)
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FAILED), *here]
+        if code := subprocess.run(command, env=environment).returncode:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["run"]:
+        run_plans()
+    else:
+        sys.exit(main(tuple(sys.argv[1:]) or TOOLS))
