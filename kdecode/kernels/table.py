@@ -57,6 +57,8 @@ _TRITON = (
     "mla_value",
     "kda_core",
     "kda_commit",
+    "kda_conv",
+    "kda_gate",
     "kda_recurrence",
     "moe_gate",
     "expert_up",
