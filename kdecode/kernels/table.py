@@ -60,6 +60,7 @@ _TRITON = (
     "kda_conv",
     "kda_gate",
     "kda_recurrence",
+    "kda_out_norm",
     "moe_gate",
     "expert_up",
     "expert_down",
