@@ -154,16 +154,16 @@ def expert_down_rows(
         expert = tl.load(ids + pair, mask=slot < TOP_K, other=0)
         weight = tl.load(weights + pair, mask=slot < TOP_K, other=0.0)
         is_valid = (expert >= 0) & (expert < EXPERTS)
-        lines = expert.to(tl.int64)[:, None, None] * SIDE + n[None, :, None]
-        is_line = (is_valid & (slot < TOP_K))[:, None, None] & (n < SIDE)[None, :, None]
+        lines = expert.to(tl.int64)[None, :, None] * SIDE + n[:, None, None]
+        is_line = (is_valid & (slot < TOP_K))[None, :, None] & (n < SIDE)[:, None, None]
         # Slots that a row does not have read the first one's input, and have no line.
         held = tl.where(slot < TOP_K, pair, row * TOP_K)
-        source = x + (held * (INNER // 2 if IS_CODED else INNER))[:, None, None]
+        source = x + (held * (INNER // 2 if IS_CODED else INNER))[None, :, None]
         sums = few_products(source, data, scales, lines, is_line, INNER, BLOCK_K, IS_CODED)
         # What is not read counts nothing: not the left-over product of an id that is no expert.
-        share = tl.where(is_line.reshape(BLOCK_SLOTS, BLOCK_N), round_bf16(sums), 0.0)
-        share = tl.where(is_valid[:, None], weight[:, None] * share, float("nan"))
-        total += tl.sum(share, axis=0)
+        share = tl.where(is_line.reshape(BLOCK_N, BLOCK_SLOTS), round_bf16(sums), 0.0)
+        share = tl.where(is_valid[None, :], weight[None, :] * share, float("nan"))
+        total += tl.sum(share, axis=1)
     tl.store(out + row * SIDE + n, to_bf16(total), mask=n < SIDE)
 
 

@@ -111,7 +111,7 @@ def expert_up_pairs(
     if (expert >= 0) & (expert < EXPERTS):
         lines, first = gate_up_lines(block, expert, WIDTH, BLOCK_N)
         source = x + (pair // TOP_K) * (INNER // 2 if IS_CODED else INNER)
-        lines = lines[None, :, None]
+        lines = lines[:, None, None]
         sums = few_products(source, data, scales, lines, lines >= 0, INNER, BLOCK_K, IS_CODED)
         gate, up = tl.split(tl.reshape(sums, [BLOCK_N // 2, 2]))
         values = gated(round_bf16(gate), round_bf16(up), beta, bound, IS_SITU)

@@ -30,10 +30,10 @@ def few_products(
     BLOCK_K: tl.constexpr,
     IS_CODED: tl.constexpr,
 ):
-    """Lines [..., L, 1] of a matrix times one input each, fp32 [..., L].
+    """Lines [L, I, 1] of a matrix times inputs [1, I, 1], fp32 [L, I].
 
-    x: where the inputs begin [..., 1, 1]. data: of MXFP4 and of x then, int32 words. lines: the
-    numbers of the matrix's rows, int64, of which ``is_line`` are read. INNER: columns.
+    x: where the inputs begin. data: of MXFP4 and of x then, int32 words. lines: the numbers of the
+    matrix's rows, int64, of which ``is_line`` are read. INNER: columns.
     """
     PER_WORD: tl.constexpr = 8 if IS_CODED else 1
     BLOCK: tl.constexpr = BLOCK_K // PER_WORD
@@ -43,7 +43,9 @@ def few_products(
         k = (start + tl.arange(0, BLOCK))[None, None, :]
         inside = is_line & (k < WORDS)
         if IS_CODED:
-            words = tl.load(data + lines * WORDS + k, mask=inside, other=0)
+            # A word a thread, as the inputs are: with four, every number would change its thread.
+            at = tl.max_contiguous(data + lines * WORDS + k, [1, 1, 1])
+            words = tl.load(at, mask=inside, other=0)
             scale = tl.load(scales + lines * (WORDS // 4) + k // 4, mask=inside, other=0)
             near = x + 4 * k
             has_x = k < WORDS
