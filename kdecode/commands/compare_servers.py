@@ -1,4 +1,4 @@
-"""`kdecode compare --url-a URL --url-b URL`: two running servers, measured in pairs.
+"""`kdecode compare` of two servers: those behind two URLs, or two that it starts itself.
 
 Owns the flags of a comparison of servers and what they mean together; the comparison is
 `kdecode.bench.serving`'s.
@@ -10,13 +10,16 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdecode.commands.common import InputError, ProgressBar, check_output_file, positive, write_json
+from kdecode.commands.launches import own_servers, recipe_servers
 
 if TYPE_CHECKING:
     from kdecode.bench.serving.client import Client
+    from kdecode.bench.serving.launch import Launch
     from kdecode.bench.serving.protocol import Design, ServedComparison
     from kdecode.bench.workloads.types import Workload
 
@@ -33,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--url-a", metavar="URL", help="the baseline, such as http://host:8000")
     group.add_argument("--url-b", metavar="URL", help="the same URL twice is a null run")
+    group.add_argument(
+        "--serve",
+        action="store_true",
+        help="start a server of MODEL for each backend, and compare these",
+    )
+    group.add_argument(
+        "--recipe", metavar="FILE", help="start the servers of a recipe, such as recipes/*.yaml"
+    )
     group.add_argument("--model-a", metavar="NAME", help="default: the first that A serves")
     group.add_argument("--model-b", metavar="NAME", help="default: the first that B serves")
     group.add_argument("--api-key", metavar="KEY", help="of both servers")
@@ -74,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked_for(args: argparse.Namespace) -> bool:
-    return any(value is not None for value in (args.url_a, args.url_b, args.ratio))
+    given = (args.url_a, args.url_b, args.ratio, args.recipe)
+    return args.serve or any(value is not None for value in given)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,16 +119,13 @@ def _measure(args: argparse.Namespace) -> int:
     from kdecode.bench.serving.report import render
     from kdecode.bench.serving.stored import document_of
 
-    if args.url_a is None or args.url_b is None:
-        raise InputError("a comparison of servers needs both --url-a and --url-b.")
-    if args.model is not None or args.speculative_config is not None:
-        raise InputError("MODEL and --speculative-config are the servers' own; leave them out.")
+    launches = _launches(args)
     if args.json is not None:
         check_output_file(args.json)
     design = _design(args)
     clients = _clients(args)
     bar = ProgressBar()
-    comparison = run_loop(_compare(args, clients, design, bar))
+    comparison = run_loop(_compare(args, launches, clients, design, bar))
     bar.clear()
     machine = read_machine()
     report = sys.stderr if args.json == "-" else sys.stdout
@@ -126,23 +135,52 @@ def _measure(args: argparse.Namespace) -> int:
     return comparison.exit_code
 
 
+def _launches(args: argparse.Namespace) -> tuple[Launch, ...]:
+    """Servers to start; their addresses, and what a recipe says, go into `args`."""
+    has_urls = args.url_a is not None or args.url_b is not None
+    if args.serve + (args.recipe is not None) + has_urls > 1:
+        raise InputError("--serve, --recipe and --url-a with --url-b exclude each other.")
+    launches: tuple[Launch, ...] = ()
+    if not args.serve and (args.model is not None or args.speculative_config is not None):
+        raise InputError("MODEL and --speculative-config are the servers' own; leave them out.")
+    if args.serve:
+        launches = own_servers(args)
+    elif args.recipe is not None:
+        launches = recipe_servers(args)
+    if launches:
+        args.url_a, args.url_b = (launch.url for launch in launches)
+    if args.url_a is None or args.url_b is None:
+        raise InputError("a comparison of servers needs both --url-a and --url-b.")
+    return launches
+
+
 def run_loop(main: Coroutine[Any, Any, ServedComparison]) -> ServedComparison:
     """Runs the comparison; what the servers or their addresses did wrong is bad input."""
     from kdecode.bench.serving.http import HttpError
+    from kdecode.bench.serving.launch import LaunchError
 
     try:
         return asyncio.run(main)
-    except HttpError as error:
+    except (HttpError, LaunchError) as error:
         raise InputError(str(error)) from error
 
 
 async def _compare(
-    args: argparse.Namespace, clients: tuple[Client, Client], design: Design, bar: ProgressBar
+    args: argparse.Namespace,
+    launches: tuple[Launch, ...],
+    clients: tuple[Client, Client],
+    design: Design,
+    bar: ProgressBar,
 ) -> ServedComparison:
+    from kdecode.bench.serving.launch import launched
     from kdecode.bench.serving.protocol import compare_servers
 
-    workload = await _workload(args, clients[0])
-    return await compare_servers(*clients, workload, design, bar.message)
+    async with AsyncExitStack() as servers:
+        for launch in launches:
+            bar.message(f"starting {launch.name}", launch.url)
+            await servers.enter_async_context(launched(launch))
+        workload = await _workload(args, clients[0])
+        return await compare_servers(*clients, workload, design, bar.message)
 
 
 def _design(args: argparse.Namespace) -> Design:

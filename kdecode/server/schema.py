@@ -141,6 +141,7 @@ class GenerationRequest(LanguageFields):
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @field_validator("logit_bias")
     @classmethod

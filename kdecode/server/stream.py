@@ -16,7 +16,7 @@ from kdecode.engine.request import TokenLogprobs
 from kdecode.model.tokenizer import Tokenizer
 from kdecode.server.errors import dumps
 from kdecode.server.parser import Delta, PlainParser, ReplyParser
-from kdecode.server.schema import ChatRequest, CompletionRequest
+from kdecode.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
@@ -43,7 +43,7 @@ class Head:
 
 
 class Choice(ABC):
-    """One choice of a reply, fed with the events of its request. tells_ids: of prompt and reply."""
+    """One choice of a reply, fed with the events of its request. body: which ids it tells."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Choice(ABC):
         tokenizer: Tokenizer,
         parser: ReplyParser,
         prompt: Sequence[int],
-        *,
-        tells_ids: bool = False,
+        body: GenerationRequest,
     ) -> None:
+        tells_ids = bool(body.return_token_ids)
         self.index = index
         # vLLM's form of the prompt's logprobs, for a request that asks for it.
         self.prompt_logprobs: list[Json | None] | None = None
@@ -66,6 +66,11 @@ class Choice(ABC):
         self._parser = parser
         self._ids: list[int] | None = [] if tells_ids else None
         self._has_told_prompt = not tells_ids
+        # Of tokens in logprobs: texts, which several tokens may share, or `token_id:N`.
+        self._names_ids = bool(body.return_tokens_as_token_ids)
+
+    def _shown(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._names_ids else self._tokenizer.decode([token_id])
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -136,8 +141,7 @@ class CompletionChoice(Choice):
     def __init__(
         self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], body: CompletionRequest
     ) -> None:
-        tells_ids = bool(body.return_token_ids)
-        super().__init__(index, tokenizer, PlainParser(), prompt, tells_ids=tells_ids)
+        super().__init__(index, tokenizer, PlainParser(), prompt, body)
         self._texts: list[str] = []
         self._echo = tokenizer.decode(prompt, skip_special=True) if body.echo else ""
         self._echoes_logprobs = body.logprobs is not None and bool(body.echo)
@@ -186,15 +190,14 @@ class CompletionChoice(Choice):
 
     def _add(self, entries: Json, token_id: int, told: TokenLogprobs | None) -> None:
         """One token's; nothing is known of a prompt's first one."""
-        token = self._tokenizer.decode([token_id])
         top = None
         if told is not None:
-            top = {self._tokenizer.decode([i]): value for i, value in told.top[: self._num_top]}
-        entries["tokens"].append(token)
+            top = {self._shown(i): value for i, value in told.top[: self._num_top]}
+        entries["tokens"].append(self._shown(token_id))
         entries["token_logprobs"].append(None if told is None else told.logprob)
         entries["top_logprobs"].append(top)
         entries["text_offset"].append(self._offset)
-        self._offset += len(token)
+        self._offset += len(self._tokenizer.decode([token_id]))
 
     def whole(self) -> Json:
         return {
@@ -220,8 +223,7 @@ class ChatChoice(Choice):
         call_prefix: str,
         body: ChatRequest,
     ) -> None:
-        tells_ids = bool(body.return_token_ids)
-        super().__init__(index, tokenizer, parser, prompt, tells_ids=tells_ids)
+        super().__init__(index, tokenizer, parser, prompt, body)
         self._shows_reasoning = body.include_reasoning is not False
         self._call_prefix = f"call_{call_prefix}_{index}_"
         self._has_begun = False
@@ -296,7 +298,7 @@ class ChatChoice(Choice):
 
     def _token(self, token_id: int, logprob: float) -> Json:
         return {
-            "token": self._tokenizer.decode([token_id]),
+            "token": self._shown(token_id),
             "logprob": logprob,
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }

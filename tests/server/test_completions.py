@@ -176,6 +176,12 @@ def test_logprobs_of_a_completion(served: Served) -> None:
     streamed = list(_complete(served, logprobs=2, max_tokens=4, stream=True))
     values = [v for chunk in streamed for v in chunk.choices[0].logprobs.token_logprobs]
     assert values == told.token_logprobs
+    asked = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    named = _complete(served, logprobs=2, max_tokens=4, extra_body=asked).choices[0]
+    assert named.logprobs.tokens == [f"token_id:{token}" for token in named.token_ids]
+    assert named.logprobs.text_offset == told.text_offset
+    for token, top in zip(named.logprobs.tokens, named.logprobs.top_logprobs, strict=True):
+        assert max(top, key=top.__getitem__) == token
 
 
 def test_callers_at_once_get_what_each_gets_alone(served: Served) -> None:

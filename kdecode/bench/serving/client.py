@@ -17,6 +17,8 @@ from kdecode.bench.workloads.types import Request
 
 # Choices beside the one taken, of requests that ask for the margin at a divergence.
 NUM_LOGPROBS = 5
+# Several tokens may have one text, the parts of a character for instance.
+_BY_ID = {"return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,12 @@ class Client:
             if request.tools:
                 document["tools"] = list(request.tools)
             if has_logprobs:
-                document |= {"logprobs": True, "top_logprobs": NUM_LOGPROBS}
+                document |= {"logprobs": True, "top_logprobs": NUM_LOGPROBS, **_BY_ID}
             return document
         ids = request.prompt_ids
         document["prompt"] = request.prompt if ids is None else list(ids)
         if has_logprobs:
-            document["logprobs"] = NUM_LOGPROBS
+            document |= {"logprobs": NUM_LOGPROBS, **_BY_ID}
         return document
 
     def _read(self, request: Request, found: Exchange, intended_ns: int | None) -> ServedRecord:

@@ -49,9 +49,12 @@ def _choices(logprobs: Mapping[str, Any]) -> Iterator[TokenChoice]:
     for entry in logprobs.get("content") or ():
         top = {item["token"]: item["logprob"] for item in entry.get("top_logprobs") or ()}
         yield TokenChoice(entry["token"], {**top, entry["token"]: entry["logprob"]})
-    tops = logprobs.get("top_logprobs") or ()
-    for place, token in enumerate(logprobs.get("tokens") or ()):
-        yield TokenChoice(token, (tops[place] if place < len(tops) else None) or {})
+    tokens = logprobs.get("tokens") or ()
+    values, tops = (logprobs.get(name) or () for name in ("token_logprobs", "top_logprobs"))
+    for place, token in enumerate(tokens):
+        top = (tops[place] if place < len(tops) else None) or {}
+        own = {token: values[place]} if place < len(values) else {}
+        yield TokenChoice(token, {**top, **own})
 
 
 def judge_replies(
@@ -59,28 +62,22 @@ def judge_replies(
 ) -> PromptAgreement:
     """One request, answered by both arms. near_tie: a margin up to this is one."""
     ours, theirs = choices(reference), choices(candidate)
-    has_tokens = bool(ours) and bool(theirs) and reference.content and candidate.content
-    if reference.text == candidate.text:
-        divergence = None
-    elif has_tokens:
-        divergence = first_divergence(
-            [choice.token for choice in ours], [choice.token for choice in theirs]
-        )
-    else:
-        divergence = first_divergence(list(reference.text), list(candidate.text))
+    tokens = ([choice.token for choice in ours], [choice.token for choice in theirs])
+    # Where both give tokens, these decide: several may have one text.
+    has_tokens = all(tokens)
+    divergence = first_divergence(*tokens) if has_tokens else None
     margin: float | None = None
     kind: DivergenceClass | None = None
-    if reference.text != candidate.text:
-        kind = "real"
-        if has_tokens and divergence is not None:
-            margin = _margin(ours, theirs, divergence)
-        # A difference of a channel without logprobs has no margin, and no excuse.
-        if margin is not None and margin <= near_tie:
-            kind = "near-tie"
+    if divergence is not None:
+        margin = _margin(ours, theirs, divergence)
+        kind = "near-tie" if margin is not None and 0 <= margin <= near_tie else "real"
+    elif reference.text != candidate.text:
+        # In a channel without logprobs, or in replies without: no margin, and no excuse.
+        divergence, kind = first_divergence(list(reference.text), list(candidate.text)), "real"
     return PromptAgreement(
         prompt=number,
         positions=min(reference.output_tokens, candidate.output_tokens),
-        divergence=divergence if kind is None or divergence is not None else 0,
+        divergence=divergence,
         divergence_margin=margin,
         divergence_class=kind,
         near_ties=int(kind == "near-tie"),

@@ -1,0 +1,114 @@
+"""Which servers `kdecode compare` starts itself: two of ours, or those of a recipe.
+
+Owns the command lines of ours and the reading of recipes. Running them is `bench.serving.launch`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdecode.commands.common import InputError, context_tokens, model_directory
+
+if TYPE_CHECKING:
+    from kdecode.bench.serving.launch import Launch
+
+ARMS = ("a", "b")
+# What a recipe may say of how it is measured: flags of `kdecode compare`, by their names.
+_FLAGS = (
+    *("prompts", "prompt_tokens", "output_tokens", "blocks", "concurrency", "rate", "cache"),
+    *("seed", "model_a", "model_b", "token_ids", "timeout"),
+)
+_ARM_KEYS = {"command", "url", "environment", "ready_s"}
+
+
+def own_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
+    """`kdecode serve` once for each backend, with the engine flags of the comparison."""
+    from kdecode.bench.serving.launch import Launch, free_port
+
+    directory = model_directory(args)
+    flags = {
+        "--device": args.device,
+        "--threads": args.threads,
+        "--isa": args.isa,
+        "--lossless-packing": args.lossless_packing,
+        "--kv-cache-dtype": {"bf16": "auto"}.get(args.cache_dtype, args.cache_dtype),
+        "--cache-scale": args.cache_scale,
+        "--block-size": args.page_tokens,
+        "--seed": args.engine_seed,
+        "--max-num-seqs": args.concurrency or 1,
+        "--max-model-len": context_tokens(args.prompt_tokens + args.output_tokens),
+        "--speculative-config": _speculative(args),
+    }
+    given = [text for flag, v in flags.items() if v is not None for text in (flag, str(v))]
+    launches = []
+    for name, backend in zip(ARMS, (args.arm_a, args.arm_b), strict=True):
+        port = free_port()
+        command = [sys.executable, "-P", "-m", "kdecode.cli", "serve", str(directory), *given]
+        command += ["--decode-backend", backend, "--port", str(port)]
+        launches.append(Launch(name, command, f"http://127.0.0.1:{port}"))
+    return launches[0], launches[1]
+
+
+def _speculative(args: argparse.Namespace) -> str | None:
+    if args.speculative_config is None:
+        return None
+    fields = dataclasses.asdict(args.speculative_config)
+    return json.dumps({name: value for name, value in fields.items() if value is not None})
+
+
+def recipe_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
+    """The servers of a recipe; what it says of the measurement goes into `args`."""
+    from kdecode.bench.serving.launch import Launch
+
+    recipe = _read(args.recipe)
+    unknown = set(recipe) - {"description", "arms", "compare"}
+    if unknown or set(recipe.get("arms") or {}) != set(ARMS):
+        raise InputError(
+            f"{args.recipe} must have `arms` with `a` and `b`, and may have `description` and "
+            f"`compare`; it has {', '.join(map(str, recipe)) or 'nothing'}."
+        )
+    for name, value in (recipe.get("compare") or {}).items():
+        key = str(name).replace("-", "_")
+        if key not in _FLAGS:
+            raise InputError(f"{args.recipe}: compare.{name} is no flag that a recipe may have.")
+        setattr(args, key, value)
+    launches = []
+    for name in ARMS:
+        arm = recipe["arms"][name]
+        if set(arm) - _ARM_KEYS or not isinstance(arm.get("command"), list) or "url" not in arm:
+            raise InputError(
+                f"{args.recipe}: arms.{name} needs `command`, a list, and `url`, and may have "
+                "`environment` and `ready_s`."
+            )
+        launches.append(
+            Launch(
+                name,
+                [str(word) for word in arm["command"]],
+                str(arm["url"]),
+                {str(key): str(value) for key, value in (arm.get("environment") or {}).items()},
+                float(arm.get("ready_s", 600)),
+            )
+        )
+    return launches[0], launches[1]
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "yaml is not installed; recipes need `pip install 'kdecode[eval]'`."
+        ) from error
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"the recipe {path} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise InputError(f"the recipe {path} is no mapping.")
+    return found

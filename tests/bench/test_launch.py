@@ -1,0 +1,152 @@
+"""Servers that a comparison starts itself, and recipes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kdecode import cli
+from kdecode.bench.serving.launch import Launch, LaunchError, free_port, launched
+from kdecode.commands.common import InputError
+from kdecode.commands.launches import recipe_servers
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+# Answers everything with 200 and what the environment variable KD says; writes its process id.
+SERVER = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(os.environ["KD"].encode())
+open(sys.argv[2], "w").write(str(os.getpid()))
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def server(file: Path, **changes: Any) -> Launch:
+    port = free_port()
+    command = [sys.executable, "-c", SERVER, str(port), str(file)]
+    url = f"http://127.0.0.1:{port}"
+    return Launch(
+        **{"name": "a", "command": command, "url": url, "environment": {"KD": "1"}, **changes}
+    )
+
+
+def test_a_server_runs_until_the_block_is_left(tmp_path: Path) -> None:
+    async def main() -> int:
+        async with launched(server(tmp_path / "pid")):
+            pid = int((tmp_path / "pid").read_text())
+            os.kill(pid, 0)
+        return pid
+
+    pid = asyncio.run(main())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"command": ["/no/such/program"], "environment": {}}, "cannot be started"),
+        (
+            {"command": [sys.executable, "-c", "raise SystemExit('why it ended')"]},
+            "exit code 1 before it answered:\nwhy it ended",
+        ),
+        ({"command": ["sleep", "60"], "ready_s": 0.5}, "within 0.5 s"),
+    ],
+)
+def test_a_server_that_does_not_come_up(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    async def main() -> None:
+        async with launched(server(tmp_path / "pid", **changes)):
+            raise AssertionError("it came up")
+
+    with pytest.raises(LaunchError, match=message):
+        asyncio.run(main())
+
+
+def test_two_backends_as_servers(mini_checkpoint: Path, tmp_path: Path) -> None:
+    """Whatever the machine's load makes of the times: everything but the verdict's side."""
+    found = tmp_path / "found.json"
+    flags = ["--serve", "--threads", "1", "--blocks", "2", "--prompts", "2", "--no-null"]
+    flags += ["--prompt-tokens", "12", "--output-tokens", "6", "--json", str(found)]
+    code = cli.main(["compare", str(mini_checkpoint), *flags])
+    document = json.loads(found.read_text())
+    assert document["exit_code"] == code
+    assert document["differences"] == []
+    assert [facts["config"]["decode_backend"] for facts in document["facts"]] == [
+        "auto",
+        "latency_specialized",
+    ]
+    for summary in document["summaries"]:
+        assert (summary["completed"], summary["output_tokens"]) == (8, 48)
+        assert summary["token_sources"] == ["usage per chunk"]
+        assert summary["hit_rate"] == 0
+    assert [summary["counts"]["coverage"] for summary in document["summaries"]] == [0.0, 1.0]
+    assert document["verdict"] != "outputs differ"
+
+
+def parse(recipe: Path) -> tuple[argparse.Namespace, tuple[Launch, Launch]]:
+    args = argparse.Namespace(recipe=str(recipe))
+    return args, recipe_servers(args)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_can_be_read_and_differ_in_the_backend_alone(recipe: Path) -> None:
+    args, (a, b) = parse(recipe)
+    assert args.output_tokens >= 64
+    words = [
+        word
+        for pair in zip(a.command, b.command, strict=True)
+        if len(set(pair)) > 1
+        for word in pair
+    ]
+    changed = {word for word in words if "810" not in word}
+    assert len(changed) == 2
+    assert any("latency_specialized" in word for word in changed)
+    assert a.environment == b.environment
+    assert f"`{recipe.name}`" in (RECIPES / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "no mapping"),
+        ("arms: {a: {command: [x], url: y}}", "must have `arms` with `a` and `b`"),
+        ("arms: {a: {command: x, url: y}, b: {command: [x], url: y}}", "arms.a needs `command`"),
+        (
+            "arms: {a: {command: [x], url: y}, b: {command: [x], url: y}}\ncompare: {json: z}",
+            "compare.json is no flag",
+        ),
+        ("{", "cannot be read"),
+    ],
+)
+def test_bad_recipes(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        parse(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--url-a", "http://x"], "both --url-a and --url-b"),
+        (["--url-a", "x", "--url-b", "y", "--serve"], "exclude each other"),
+        (["model", "--url-a", "x", "--url-b", "y"], "leave them out"),
+        (["--url-a", "ftp://x", "--url-b", "y"], "no address of a server"),
+        (["--url-a", "x", "--url-b", "y", "--concurrency", "2", "--rate", "1"], "not by both"),
+        (["--url-a", "x", "--url-b", "y", "--blocks", "1"], "at least 2"),
+    ],
+)
+def test_flags_that_mean_nothing_together(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compare", *flags]) == 2
+    assert message in capsys.readouterr().err
