@@ -5,13 +5,14 @@ Called once a step and never cached: two steps share nothing but the plan.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.budget import pages_for
 from kdecode.decode.step_check import StepLimits, check_step
-from kdecode.kernels.common.step import RequestSpan, StepTensors
+from kdecode.kernels.common.step import MAX_DECODE_ROWS, DecodeRows, RequestSpan, StepTensors
 
 
 def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
@@ -41,6 +42,36 @@ def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
         single_slots=_index([span.slot for span in single], device),
         logits_rows=_index(logits, device),
         num_logits=len(logits),
+        decode_rows=None if device == "cpu" else decode_rows(batch, limits, device),
+    )
+
+
+def decode_rows(batch: StepBatch, limits: StepLimits, device: str) -> DecodeRows | None:
+    """The rows of the requests with few new tokens; None if there are none."""
+    counts = [len(request.token_ids) for request in batch.requests]
+    firsts = np.cumsum([0, *counts])
+    few = [n for n, count in enumerate(counts) if count <= MAX_DECODE_ROWS]
+    if not few:
+        return None
+    requests = [batch.requests[number] for number in few]
+    ends = [request.start + len(request.token_ids) for request in requests]
+    widest = max(pages_for(end, limits.page_tokens) for end in ends)
+    position: list[int] = []
+    rows: list[int] = []
+    pages = []
+    for number, request, end in zip(few, requests, ends, strict=True):
+        line = np.full(widest, -1, dtype=np.int32)
+        own = request.pages[: pages_for(end, limits.page_tokens)]
+        line[: len(own)] = own
+        position += range(request.start, end)
+        rows += range(firsts[number], firsts[number + 1])
+        pages += [line] * counts[number]
+    each = {counts[number] for number in few}
+    return DecodeRows(
+        index=None if len(few) == len(counts) else _index(rows, device),
+        each=each.pop() if len(each) == 1 else 1,
+        position=torch.tensor(position, dtype=torch.int32, device=device),
+        pages=torch.from_numpy(np.stack(pages)).to(device),
     )
 
 

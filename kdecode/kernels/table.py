@@ -55,6 +55,7 @@ _TRITON = (
     "mla_query",
     "mla_attend",
     "mla_value",
+    "mla_attention",
     "kda_core",
     "kda_commit",
     "kda_conv",

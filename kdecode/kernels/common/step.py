@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# A request with more new tokens than a verify step has is left to what is made for prompts.
+MAX_DECODE_ROWS = 8
+
 
 @dataclass(frozen=True)
 class RequestSpan:
@@ -39,6 +42,25 @@ class RequestSpan:
 
 
 @dataclass(frozen=True)
+class DecodeRows:
+    """Rows of requests with few new tokens, as kernels read them that take a line for each row.
+
+    index: int64, which rows of the step they are; None when they are all of them. each: rows of
+    every request, which follow each other; 1 where their number differs. position [n] and pages
+    [n, widest], int32: as the inputs of a static plan, pages -1 where there are no more.
+    """
+
+    index: Tensor | None
+    each: int
+    position: Tensor
+    pages: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.position.shape[0]
+
+
+@dataclass(frozen=True)
 class RowEffects:
     """What rows of a verify step would do to slots of one KDA layer, a slot's oldest first.
 
@@ -59,7 +81,9 @@ class StepTensors:
     token_ids, cache_rows (page * page_tokens + place): one a row [R]. Requests with one new token
     are ``single`` whatever their phase, those that are verified and the others ``multi``;
     ``single_rows`` and ``single_slots`` [len(single)] are the former's rows and slots. logits_rows:
-    the last row of every request that needs logits, or all of its rows.
+    the last row of every request that needs logits, or all of its rows. decode_rows: those of the
+    requests with up to `MAX_DECODE_ROWS`, on devices that have kernels for them; None elsewhere and
+    where there is no such request.
     """
 
     num_rows: int
@@ -71,3 +95,4 @@ class StepTensors:
     single_slots: Tensor
     logits_rows: Tensor
     num_logits: int
+    decode_rows: DecodeRows | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from kdecode.config import MlaConfig
 from kdecode.kernels.common.norm import rms_norm
 from kdecode.kernels.common.step import RequestSpan
-from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.linear.product import (
     Linear,
     make_head_linear,
@@ -36,12 +36,12 @@ def refuse(problem: Problem) -> list[str]:
     return []
 
 
-def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Attention:
     """weights: the packed MLA layer."""
     assert problem.layer is not None
     mla, products = problem.config.mla, buffers.products
     caches, layer = buffers.caches, problem.layer
-    return _Attention(
+    return Attention(
         mla=mla,
         weights=weights,
         q_b=None if weights.q_b is None else make_linear(weights.q_b, products),
@@ -63,7 +63,9 @@ def _is_native(mla: MlaConfig, pages: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Attention:
+class Attention:
+    """One layer's, on the rows of any step."""
+
     mla: MlaConfig
     weights: Any
     q_b: Linear | None
@@ -74,9 +76,31 @@ class _Attention:
     buffers: Buffers
 
     def run(self) -> None:
-        mla, step = self.mla, self.buffers.step
+        step, proj = self.buffers.step, self.buffers["mla_proj"]
+        query, gate = self._insert(proj, step.cache_rows)
+        heads = self._query(query)
+        if not step.multi:
+            value = self._single(heads)
+        else:
+            value = heads.new_empty(step.num_rows, self.mla.num_heads, self.mla.v_dim)
+            if step.single:
+                rows = step.single_rows
+                value.index_copy_(0, rows, self._single(heads[rows]))
+            for span in step.multi:
+                value[span.first : span.last] = self._span(heads[span.first : span.last], span)
+        self.buffers["attn_out"] = self._gated(value, gate)
+
+    def run_span(self, span: RequestSpan, out: Tensor) -> None:
+        """The rows of one request only, into their lines of out [R, H*v_dim]."""
+        own = slice(span.first, span.last)
+        rows = self.buffers.step.cache_rows[own]
+        query, gate = self._insert(self.buffers["mla_proj"][own], rows)
+        out[own] = self._gated(self._span(self._query(query), span), gate)
+
+    def _insert(self, proj: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the cache rows of ``proj`` [T, columns]; returns its query and its gate."""
+        mla = self.mla
         gate_width = mla.num_heads * mla.v_dim if mla.has_output_gate else 0
-        proj = self.buffers["mla_proj"]
         sizes = [
             proj.shape[1] - mla.cache_width - gate_width,
             mla.kv_rank,
@@ -85,21 +109,13 @@ class _Attention:
         ]
         query, latent, key_rest, gate = torch.split(proj, sizes, dim=-1)
         normed = rms_norm(latent, self.weights.kv_norm, mla.latent_norm_eps)
-        self.cache.insert(step.cache_rows, torch.cat([normed, key_rest], dim=-1))
-        heads = self._query(query)
-        if not step.multi:
-            value = self._single(heads)
-        else:
-            value = heads.new_empty(step.num_rows, mla.num_heads, mla.v_dim)
-            if step.single:
-                rows = step.single_rows
-                value.index_copy_(0, rows, self._single(heads[rows]))
-            for span in step.multi:
-                value[span.first : span.last] = self._span(heads[span.first : span.last], span)
+        self.cache.insert(places, torch.cat([normed, key_rest], dim=-1))
+        return query, gate
+
+    def _gated(self, value: Tensor, gate: Tensor) -> Tensor:
+        """[T, H, v_dim] -> [T, H*v_dim]."""
         out = value.flatten(1)
-        if gate_width:
-            out = (out * gate.float().sigmoid_()).to(out.dtype)
-        self.buffers["attn_out"] = out
+        return (out * gate.float().sigmoid_()).to(out.dtype) if gate.shape[1] else out
 
     def _query(self, columns: Tensor) -> Tensor:
         """[R, H, qk_dim], before absorption."""
