@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kdecode.commands import bench_contention, bench_layer, bench_peers
+from kdecode.commands import bench_contention, bench_layer, bench_peers, bench_tune
 from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(decode)
     layer = parts.add_parser("layer", help=bench_layer.HELP, formatter_class=formatter)
     bench_layer.add_arguments(layer)
+    tune = parts.add_parser("tune", help=bench_tune.HELP, formatter_class=formatter)
+    bench_tune.add_arguments(tune)
     peers = parts.add_parser("peers", help=bench_peers.HELP, formatter_class=formatter)
     bench_peers.add_arguments(peers)
     contention = parts.add_parser(
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         "roofline": _roofline,
         "decode": _decode,
         "layer": bench_layer.run,
+        "tune": bench_tune.run,
         "peers": bench_peers.run,
         "contention": bench_contention.run,
     }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -113,7 +114,7 @@ class PlanProbe:
         self._slots: list[int] = []
         self._pages: list[tuple[int, ...]] = []
 
-    def __enter__(self) -> PlanProbe:
+    def __enter__(self) -> Self:
         try:
             tokens = self._context_tokens + self._each - 1
             for _ in range(self._rows // self._each):

@@ -9,7 +9,7 @@ that cannot be recorded is launched step by step instead, and the result says so
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -22,10 +22,13 @@ from kdecode.decode.graph import GraphPool
 from kdecode.decode.inspect import PlanCost, PlanProbe, StepCost
 from kdecode.decode.plan import DecodePlan
 from kdecode.decode.traffic import runs_experts
+from kdecode.decode.tune import Tuned, tune
 from kdecode.model.layout import PackedModel
 
 # Read before each replay: several times any last-level cache.
 _COLD_BYTES = 256 << 20
+# Replays of a step with one tile.
+_TUNING_RUNS = 25
 _AS_GRAPH = "timed as replays of a CUDA graph"
 
 
@@ -43,6 +46,24 @@ class DevicePlanProbe(PlanProbe):
                 return self._measured(runs, experts)
             finally:
                 self._commit()
+
+    def tune(self, build: Callable[[], DecodePlan], kernels: Sequence[str]) -> Iterator[Tuned]:
+        """The best tiles that `decode.tune` finds for the probe's requests.
+
+        build: a plan like the probe's own, in whose buffers its inputs are.
+        """
+        with torch.no_grad(), on_device(self._device):
+            pool, cold = GraphPool(), torch.ones(_COLD_BYTES // 4, device=self._device)
+
+            def clock(run: Callable[[], None]) -> float:
+                run()
+                graph = _record(pool, run)
+                if isinstance(graph, str):
+                    raise RuntimeError(f"A step cannot be recorded as a CUDA graph: {graph}")
+                return _microseconds(graph.replay, cold, _TUNING_RUNS)
+
+            self._load()
+            yield from tune(build, clock, kernels)
 
     def _measured(self, runs: int, experts: list[int | None]) -> PlanCost:
         pool, cold = GraphPool(), torch.ones(_COLD_BYTES // 4, device=self._device)

@@ -5,17 +5,20 @@ Owns the order of building, as `worker.py` does for a checkpoint. Knows neither 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.inspect import PlanCost
-from kdecode.decode.inspect_device import plan_probe
+from kdecode.decode.inspect_device import DevicePlanProbe, plan_probe
 from kdecode.decode.runner import check_processor, deployment_of, resolve, row_buckets
+from kdecode.decode.tune import Tuned
 from kdecode.engine.preflight import check_description, check_device
 from kdecode.engine.worker import allocate_caches, trunk_format
-from kdecode.model.layout import pack_model
+from kdecode.model.layout import PackedModel, pack_model
 from kdecode.model.rank_share import RandomReader
 
 
@@ -32,12 +35,7 @@ def inspect_shape(
     Raises ConfigError and BackendRefusedError as an engine does.
     """
     engine = resolve(engine)
-    check_description(config, engine)
-    check_processor(engine)
-    check_device(engine.device)
-    reader = RandomReader(config, seed)
-    packed = pack_model(reader, trunk_format(engine), progress, engine.device, engine.isa)
-    caches = allocate_caches(packed, engine)
+    packed, caches = _made_up(config, engine, seed, progress)
     # One plan, and not all of an engine: on a GPU each would be compiled.
     if engine.decode_backend == "latency_specialized" and rows in row_buckets(engine):
         deployment = deployment_of(config, engine)
@@ -47,3 +45,45 @@ def inspect_shape(
     threads = engine.resolved_threads()
     with plan_probe(packed, plan, caches, rows, engine.max_context_tokens, threads) as probe:
         return probe.measure(runs)
+
+
+def tune_shape(
+    config: ModelConfig,
+    engine: EngineConfig,
+    rows: Sequence[int],
+    kernels: Sequence[str],
+    progress: Callable[[int, int], None],
+) -> Iterator[Tuned]:
+    """The best tiles of the CUDA plans of so many rows, as each is found.
+
+    kernels: names in the tile table; none for all. Raises ConfigError and BackendRefusedError.
+    """
+    engine = resolve(engine)
+    packed, caches = _made_up(config, engine, 0, progress)
+    deployment = deployment_of(config, engine)
+    for count in rows:
+        plan = latency_specialized.build(deployment, packed, caches, count)
+        build = partial(
+            latency_specialized.build,
+            deployment,
+            packed,
+            caches,
+            count,
+            # What one of these plans is given as its inputs all of them have.
+            memory=plan.buffers.memory,
+        )
+        context, threads = engine.max_context_tokens, engine.resolved_threads()
+        with DevicePlanProbe(packed, plan, caches, count, context, threads) as probe:
+            yield from probe.tune(build, kernels)
+
+
+def _made_up(
+    config: ModelConfig, engine: EngineConfig, seed: int, progress: Callable[[int, int], None]
+) -> tuple[PackedModel, Caches]:
+    """Random weights and empty caches of a resolved configuration."""
+    check_description(config, engine)
+    check_processor(engine)
+    check_device(engine.device)
+    reader = RandomReader(config, seed)
+    packed = pack_model(reader, trunk_format(engine), progress, engine.device, engine.isa)
+    return packed, allocate_caches(packed, engine)
