@@ -42,12 +42,21 @@ def log_decay(z, scale, LOWER_BOUND: tl.constexpr):
 
 
 @triton.jit
-def convolved(oldest, second, third, newest, taps, TAP_STRIDE: tl.constexpr, mask):
-    """SiLU of the four-tap convolution, rounded to what bf16 holds. taps: pointers to the first."""
-    y = oldest.to(tl.float32) * tl.load(taps, mask=mask, other=0.0)
-    y = tl.fma(second.to(tl.float32), tl.load(taps + TAP_STRIDE, mask=mask, other=0.0), y)
-    y = tl.fma(third.to(tl.float32), tl.load(taps + 2 * TAP_STRIDE, mask=mask, other=0.0), y)
-    y = tl.fma(newest.to(tl.float32), tl.load(taps + 3 * TAP_STRIDE, mask=mask, other=0.0), y)
+def taps_at(taps, STRIDE: tl.constexpr, mask):
+    """The four taps of some channels, oldest first. taps: pointers to the first."""
+    first = tl.load(taps, mask=mask, other=0.0)
+    second = tl.load(taps + STRIDE, mask=mask, other=0.0)
+    third = tl.load(taps + 2 * STRIDE, mask=mask, other=0.0)
+    return first, second, third, tl.load(taps + 3 * STRIDE, mask=mask, other=0.0)
+
+
+@triton.jit
+def convolved(oldest, second, third, newest, taps):
+    """SiLU of the four-tap convolution, rounded to what bf16 holds. taps: of `taps_at`."""
+    y = oldest.to(tl.float32) * taps[0]
+    y = tl.fma(second.to(tl.float32), taps[1], y)
+    y = tl.fma(third.to(tl.float32), taps[2], y)
+    y = tl.fma(newest.to(tl.float32), taps[3], y)
     return round_bf16(y * sigmoid(y))
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kdecode.kernels.common.step import RequestSpan
-from kdecode.kernels.common.triton_delta import convolved
+from kdecode.kernels.common.triton_delta import convolved, taps_at
 from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 
@@ -102,7 +102,7 @@ def _single(
     second = tl.load(window + CHANNELS, mask=inside, other=0.0)
     third = tl.load(window + 2 * CHANNELS, mask=inside, other=0.0)
     newest = tl.load(proj + row * COLUMNS + c, mask=inside, other=0.0)
-    y = convolved(oldest, second, third, newest, taps + c, CHANNELS, inside)
+    y = convolved(oldest, second, third, newest, taps_at(taps + c, CHANNELS, inside))
     tl.store(out + row * CHANNELS + c, y.to(tl.bfloat16), mask=inside)
     # A channel is one thread's, which has read all of its samples.
     tl.store(window, second, mask=inside)
@@ -138,7 +138,7 @@ def _span(
     second = _samples(raw, window, t - 2, in_t, in_c, COLUMNS, CHANNELS)
     third = _samples(raw, window, t - 1, in_t, in_c, COLUMNS, CHANNELS)
     newest = _samples(raw, window, t, in_t, in_c, COLUMNS, CHANNELS)
-    y = convolved(oldest, second, third, newest, taps + c[None, :], CHANNELS, in_c)
+    y = convolved(oldest, second, third, newest, taps_at(taps + c[None, :], CHANNELS, in_c))
     to = out + (first + t).to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(to, y.to(tl.bfloat16), mask=in_t & in_c)
     if (tl.program_id(1) == 0) & MOVES:

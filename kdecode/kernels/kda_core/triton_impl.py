@@ -16,7 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kdecode.kernels.common.tile_table import choose
-from kdecode.kernels.common.triton_delta import convolved, delta_row, log_decay, unit
+from kdecode.kernels.common.triton_delta import (
+    convolved,
+    delta_row,
+    log_decay,
+    taps_at,
+    unit,
+)
 from kdecode.kernels.common.triton_launch import Launch, TritonStep, row_block, tensor_for
 from kdecode.kernels.common.triton_ops import dot_bf16, is_last_arrival, round_bf16, sigmoid
 from kdecode.kernels.contract import Buffers, Problem
@@ -94,7 +100,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         "EACH": problem.rows_per_request,
         "EPS": problem.config.rms_eps,
         "LOWER_BOUND": kda.gate_lower_bound,
-        "HAS_LOW_RANK_GATE": packed.g_b is not None,
+        "IS_LOW_RANK": packed.g_b is not None,
         "BLOCK_D": width,
         "BLOCK_V": min(width, chosen.block_v),
         "BLOCK_RANK": max(16, triton.next_power_of_2(packed.f_b.cols)),
@@ -191,7 +197,7 @@ def _core(
     EACH: tl.constexpr,
     EPS: tl.constexpr,
     LOWER_BOUND: tl.constexpr,
-    HAS_LOW_RANK_GATE: tl.constexpr,
+    IS_LOW_RANK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -218,6 +224,8 @@ def _core(
             last += 1
             following = tl.load(row_slot + last, mask=last < rows, other=-1)
 
+    # All that memory is slow to give is asked for at once; no launch right before this one writes
+    # slots, states or windows.
     d = tl.arange(0, BLOCK_D)
     v = split * BLOCK_V + tl.arange(0, BLOCK_V)
     in_d, in_v = d < DIM, v < DIM
@@ -225,28 +233,33 @@ def _core(
     cell = d[:, None] * DIM + v[None, :]
     in_cell = in_d[:, None] & in_v[None, :]
     s = tl.load(head_state + cell, mask=in_cell, other=0.0)
-
-    # Channels of the head in each of the three groups, and their last three samples.
+    # Channels of the head in each of the three groups.
     q_at = head * DIM + d
     k_at = WIDTH + q_at
     v_at = 2 * WIDTH + head * DIM + v
+    f_weight = _head_weight(f_b, head, DIM, RANK, BLOCK_D, BLOCK_RANK)
     past = window + slot.to(tl.int64) * (9 * WIDTH)
     q0, q1, q2 = _window(past + q_at, 3 * WIDTH, in_d)
     k0, k1, k2 = _window(past + k_at, 3 * WIDTH, in_d)
     v0, v1, v2 = _window(past + v_at, 3 * WIDTH, in_v)
+    q_taps = taps_at(taps + q_at, 3 * WIDTH, in_d)
+    k_taps = taps_at(taps + k_at, 3 * WIDTH, in_d)
+    v_taps = taps_at(taps + v_at, 3 * WIDTH, in_v)
+    bias = tl.load(dt_bias + q_at, mask=in_d, other=0.0)
+    norm = tl.load(o_norm + d, mask=in_d, other=0.0)
+    scale = tl.load(decay_scale + head)
+
     line = proj + first * PROJ
+    f_a = 3 * WIDTH + GATE
+    f = _head_product(f_weight, proj + f_a, first, last, RANK, PROJ, BLOCK_RANK)
     q3 = tl.load(line + q_at, mask=in_d, other=0.0)
     k3 = tl.load(line + k_at, mask=in_d, other=0.0)
     v3 = tl.load(line + v_at, mask=in_v, other=0.0)
-    bias = tl.load(dt_bias + q_at, mask=in_d, other=0.0)
-    scale = tl.load(decay_scale + head)
+    b = tl.load(line + f_a + RANK + head)
 
     t16 = tl.arange(0, _BLOCK_T)
     for block in range(first, last, _BLOCK_T):
         end = tl.minimum(block + _BLOCK_T, last)
-        f = _head_product(
-            f_b, proj + (3 * WIDTH + GATE), head, block, end, DIM, RANK, PROJ, BLOCK_D, BLOCK_RANK
-        )
         outs = tl.zeros([_BLOCK_T, BLOCK_V], tl.float32)
         for row in range(block, end):
             # What the next row needs is on its way while this one is computed.
@@ -255,11 +268,11 @@ def _core(
             q4 = tl.load(line + q_at, mask=in_d & has_next, other=0.0)
             k4 = tl.load(line + k_at, mask=in_d & has_next, other=0.0)
             v4 = tl.load(line + v_at, mask=in_v & has_next, other=0.0)
-            b = tl.load(proj + row * PROJ + (3 * WIDTH + GATE + RANK) + head)
+            b1 = tl.load(line + f_a + RANK + head, mask=has_next, other=0.0)
 
-            q = unit(convolved(q0, q1, q2, q3, taps + q_at, 3 * WIDTH, in_d), DIM**-0.5)
-            k = unit(convolved(k0, k1, k2, k3, taps + k_at, 3 * WIDTH, in_d), 1.0)
-            value = convolved(v0, v1, v2, v3, taps + v_at, 3 * WIDTH, in_v)
+            q = unit(convolved(q0, q1, q2, q3, q_taps), DIM**-0.5)
+            k = unit(convolved(k0, k1, k2, k3, k_taps), 1.0)
+            value = convolved(v0, v1, v2, v3, v_taps)
             z = tl.sum(tl.where(t16[None, :] == row - block, f, 0.0), 1) + bias
             g = log_decay(z, scale, LOWER_BOUND)
             s, out, u = delta_row(s, q, k, value, tl.exp(g), sigmoid(b.to(tl.float32)))
@@ -277,14 +290,12 @@ def _core(
             q0, q1, q2, q3 = q1, q2, q3, q4
             k0, k1, k2, k3 = k1, k2, k3, k4
             v0, v1, v2, v3 = v1, v2, v3, v4
+            b = b1
 
         if SPLITS == 1:
-            _gated_norm(
-                outs,
+            gate = _gate(
                 proj,
                 g_b,
-                o_norm,
-                attn_out,
                 head,
                 block,
                 end,
@@ -292,14 +303,19 @@ def _core(
                 DIM,
                 GATE,
                 PROJ,
-                EPS,
-                HAS_LOW_RANK_GATE,
+                IS_LOW_RANK,
                 BLOCK_D,
                 BLOCK_GATE,
             )
+            to = attn_out + (block + t16)[:, None] * WIDTH + q_at[None, :]
+            mask = (block + t16 < end)[:, None] & in_d[None, :]
+            tl.store(to, _gated_norm(outs, norm, gate, DIM, EPS), mask=mask)
         else:
             to = head_out + (block + t16)[:, None] * WIDTH + (head * DIM + v)[None, :]
             tl.store(to, outs.to(tl.bfloat16), mask=(block + t16 < end)[:, None] & in_v[None, :])
+        if end < last:
+            f_weight = _head_weight(f_b, head, DIM, RANK, BLOCK_D, BLOCK_RANK)
+            f = _head_product(f_weight, proj + f_a, end, last, RANK, PROJ, BLOCK_RANK)
 
     if EACH == 1:
         tl.store(head_state + cell, s, mask=in_cell)
@@ -315,14 +331,9 @@ def _core(
             _store_window(past + k_at, 3 * WIDTH, k0, k1, k2, in_d)
         for block in range(first, last, _BLOCK_T):
             end = tl.minimum(block + _BLOCK_T, last)
-            at = head_out + (block + t16)[:, None] * WIDTH + q_at[None, :]
-            outs = tl.load(at, mask=(block + t16 < end)[:, None] & in_d[None, :], other=0.0)
-            _gated_norm(
-                outs.to(tl.float32),
+            gate = _gate(
                 proj,
                 g_b,
-                o_norm,
-                attn_out,
                 head,
                 block,
                 end,
@@ -330,11 +341,14 @@ def _core(
                 DIM,
                 GATE,
                 PROJ,
-                EPS,
-                HAS_LOW_RANK_GATE,
+                IS_LOW_RANK,
                 BLOCK_D,
                 BLOCK_GATE,
             )
+            at = (block + t16)[:, None] * WIDTH + q_at[None, :]
+            mask = (block + t16 < end)[:, None] & in_d[None, :]
+            outs = tl.load(head_out + at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(attn_out + at, _gated_norm(outs, norm, gate, DIM, EPS), mask=mask)
 
 
 @triton.jit
@@ -353,39 +367,46 @@ def _store_window(at, STRIDE: tl.constexpr, oldest, second, newest, mask):
 
 
 @triton.jit
-def _head_product(
+def _head_weight(
     weight,
-    inputs,
     head,
-    block,
-    end,
     DIM: tl.constexpr,
     COLS: tl.constexpr,
-    STRIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """The head's rows of a weight [H * DIM, COLS] by the inputs of 16 rows: [BLOCK_D, 16], rounded.
-
-    inputs: pointer to the first column of row 0. Rows from ``end`` on are 0.
-    """
+    """The head's rows of a weight [H * DIM, COLS]."""
     d = tl.arange(0, BLOCK_D)
     c = tl.arange(0, BLOCK_COLS)
-    t = block + tl.arange(0, _BLOCK_T)
-    w_at = weight + (head * DIM + d)[:, None] * COLS + c[None, :]
-    w = tl.load(w_at, mask=(d < DIM)[:, None] & (c < COLS)[None, :], other=0.0)
-    x_at = inputs + c[:, None] + t[None, :] * STRIDE
-    x = tl.load(x_at, mask=(c < COLS)[:, None] & (t < end)[None, :], other=0.0)
-    return round_bf16(dot_bf16(w, x, tl.zeros([BLOCK_D, _BLOCK_T], tl.float32)))
+    at = weight + (head * DIM + d)[:, None] * COLS + c[None, :]
+    return tl.load(at, mask=(d < DIM)[:, None] & (c < COLS)[None, :], other=0.0)
 
 
 @triton.jit
-def _gated_norm(
-    outs,
+def _head_product(
+    weight,
+    inputs,
+    block,
+    end,
+    COLS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """A head's weight by the inputs of 16 rows from ``block`` on: [BLOCK_D, 16], rounded.
+
+    inputs: pointer to the first column of row 0. Rows from ``end`` on are 0.
+    """
+    c = tl.arange(0, BLOCK_COLS)
+    t = block + tl.arange(0, _BLOCK_T)
+    at = inputs + c[:, None] + t[None, :] * STRIDE
+    x = tl.load(at, mask=(c < COLS)[:, None] & (t < end)[None, :], other=0.0)
+    return round_bf16(dot_bf16(weight, x, tl.zeros([weight.shape[0], _BLOCK_T], tl.float32)))
+
+
+@triton.jit
+def _gate(
     proj,
     g_b,
-    o_norm,
-    attn_out,
     head,
     block,
     end,
@@ -393,29 +414,26 @@ def _gated_norm(
     DIM: tl.constexpr,
     GATE: tl.constexpr,
     PROJ: tl.constexpr,
-    EPS: tl.constexpr,
-    HAS_LOW_RANK_GATE: tl.constexpr,
+    IS_LOW_RANK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_GATE: tl.constexpr,
 ):
-    """RMSNorm of a head's read-outs [16, BLOCK_D] times the sigmoid gate, rounded once."""
-    WIDTH: tl.constexpr = HEADS * DIM
-    d = tl.arange(0, BLOCK_D)
-    t = block + tl.arange(0, _BLOCK_T)
-    mask = (t < end)[:, None] & (d < DIM)[None, :]
-    if HAS_LOW_RANK_GATE:
-        gate = tl.trans(
-            _head_product(
-                g_b, proj + 3 * WIDTH, head, block, end, DIM, GATE, PROJ, BLOCK_D, BLOCK_GATE
-            )
-        )
+    """The output gate of a head's 16 rows from ``block`` on, before its sigmoid: [16, BLOCK_D]."""
+    first = proj + 3 * HEADS * DIM
+    if IS_LOW_RANK:
+        weight = _head_weight(g_b, head, DIM, GATE, BLOCK_D, BLOCK_GATE)
+        return tl.trans(_head_product(weight, first, block, end, GATE, PROJ, BLOCK_GATE))
     else:
-        at = proj + t[:, None] * PROJ + (3 * WIDTH + head * DIM + d)[None, :]
-        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(o_norm + d, mask=d < DIM, other=0.0)
+        d = tl.arange(0, BLOCK_D)
+        t = block + tl.arange(0, _BLOCK_T)
+        at = first + t[:, None] * PROJ + (head * DIM + d)[None, :]
+        mask = (t < end)[:, None] & (d < DIM)[None, :]
+        return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gated_norm(outs, norm, gate, DIM: tl.constexpr, EPS: tl.constexpr):
+    """RMSNorm of a head's read-outs [16, BLOCK_D] times the sigmoid gate, rounded once."""
     x = round_bf16(outs)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + EPS)
-    y = x * factor[:, None] * weight[None, :] * sigmoid(gate)
-    tl.store(
-        attn_out + t[:, None] * WIDTH + (head * DIM + d)[None, :], y.to(tl.bfloat16), mask=mask
-    )
+    return (x * factor[:, None] * norm[None, :] * sigmoid(gate)).to(tl.bfloat16)
