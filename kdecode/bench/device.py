@@ -19,18 +19,19 @@ class DeviceReadProbe:
 
     def __init__(self, device: str, num_bytes: int = PROBE_BYTES) -> None:
         words = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
-        self._num_bytes = words.numel() * 4
+        self._device, self._num_bytes = words.device, words.numel() * 4
         count = torch.cuda.get_device_properties(words.device).multi_processor_count
         self._launch = read_launch(words, count)
 
     def bytes_per_second(self, passes: int = 5) -> float:
         """Of the best of some passes; one more comes first."""
         milliseconds = []
-        for _ in range(passes + 1):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            self._launch.run()
-            end.record()
-            end.synchronize()
-            milliseconds.append(start.elapsed_time(end))
+        with torch.cuda.device(self._device):
+            for _ in range(passes + 1):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                self._launch.run()
+                end.record()
+                end.synchronize()
+                milliseconds.append(start.elapsed_time(end))
         return self._num_bytes / min(milliseconds[1:]) * 1000

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kdecode.cache.caches import Caches
-from kdecode.decode.device import on_device
+from kdecode.decode.device import on_device, wait_for
 from kdecode.decode.graph import GraphPool
 from kdecode.decode.inspect import PlanCost, PlanProbe, StepCost
 from kdecode.decode.plan import DecodePlan
@@ -110,7 +110,7 @@ class DevicePlanProbe(PlanProbe):
                 ids = self._plan.buffers["route_ids"][: self._rows]
                 count = len(set(ids.flatten().tolist()))
             chosen.append(count)
-        torch.cuda.synchronize()
+        wait_for(self._device)
         return chosen
 
 
@@ -147,17 +147,21 @@ def _record(pool: GraphPool, run: Callable[[], None]) -> Any:
     """The graph, or in words why there is none."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     torch.cuda.synchronize()
-    try:
-        with torch.cuda.stream(pool.stream):
-            graph.capture_begin(pool=pool.handle)
-            try:
-                run()
-            finally:
-                graph.capture_end()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    graph.instantiate()
-    return graph
+    reason = None
+    with torch.cuda.stream(pool.stream):
+        graph.capture_begin(pool=pool.handle)
+        try:
+            run()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            # What went wrong first says more than that the recording is of no use.
+            reason = reason or str(error).splitlines()[0]
+    if reason is None:
+        graph.instantiate()
+    return reason or graph
 
 
 def _num_nodes(graph: Any) -> int:
