@@ -198,10 +198,10 @@ def expert_down_grouped(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.minimum(n, SIDE - 1)
     if (count > 0) & (expert < EXPERTS):
-        rank = tl.cumsum(match.to(tl.int32), axis=0) - 1
+        last = -1
         lines = expert.to(tl.int64) * SIDE + held
         for start in range(0, count, BLOCK_R):
-            pair = pairs_of_tile(match, rank, start, BLOCK_P, BLOCK_R)
+            pair, last = pairs_of_tile(match, last, count - start, BLOCK_P, BLOCK_R)
             has_row = start + tl.arange(0, BLOCK_R) < count
             at = pair.to(tl.int64) * INNER
             sums = many_products(

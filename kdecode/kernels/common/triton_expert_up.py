@@ -145,10 +145,10 @@ def expert_up_grouped(
     expert, match = expert_of_place(ids, tl.program_id(1), pairs, EXPERTS, BLOCK_P, BY_PAIR)
     count = tl.sum(match.to(tl.int32), axis=0)
     if (count > 0) & (expert < EXPERTS):
-        rank = tl.cumsum(match.to(tl.int32), axis=0) - 1
+        last = -1
         lines, first = gate_up_lines(block, expert, WIDTH, BLOCK_N)
         for start in range(0, count, BLOCK_R):
-            pair = pairs_of_tile(match, rank, start, BLOCK_P, BLOCK_R)
+            pair, last = pairs_of_tile(match, last, count - start, BLOCK_P, BLOCK_R)
             has_row = start + tl.arange(0, BLOCK_R) < count
             at = (pair // TOP_K).to(tl.int64) * INNER
             sums = many_products(

@@ -136,11 +136,18 @@ def expert_of_place(
 
 
 @triton.jit
-def pairs_of_tile(match, rank, start, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The matching pairs number start, start + 1, ..., [BLOCK_R]; rank: of each pair among them."""
-    slot = start + tl.arange(0, BLOCK_R)[:, None]
-    hit = match[None, :] & (rank[None, :] == slot)
-    return tl.sum(tl.where(hit, tl.arange(0, BLOCK_P)[None, :], 0), axis=1)
+def pairs_of_tile(match, last, count, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The first ``count`` matching pairs behind the pair ``last``, [BLOCK_R], and the last of them.
+
+    One after the other: an expert of a small step has one or two.
+    """
+    p = tl.arange(0, BLOCK_P)
+    slot = tl.arange(0, BLOCK_R)
+    pair = tl.zeros([BLOCK_R], tl.int32)
+    for i in range(0, tl.minimum(count, BLOCK_R)):
+        last = tl.min(tl.where(match & (p > last), p, BLOCK_P), axis=0)
+        pair = tl.where(slot == i, last, pair)
+    return pair, last
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdecode.kernels.common.triton_ops import IS_INTERPRETED
+
 # What turns the shifted bits of a code into its value.
 CODE_FACTOR = tl.constexpr(2.0**126)
 # `multiplied` takes inputs times the first; its sums times the second are the products.
@@ -19,10 +21,15 @@ SUM_FACTOR = tl.constexpr(2.0**62)
 
 @triton.jit
 def _code_pair(words, i: tl.constexpr):
-    """Nibbles i and i + 4 of uint32 words, as fp32 times 2^-126."""
+    """Nibbles i and i + 4 of uint32 words, as two bf16 in one word, times 2^-126."""
     sign = words << (12 - 4 * i)
     size = words << (6 - 4 * i) if i < 2 else words >> (4 * i - 6)
-    pair = (sign & 0x80008000) | (size & 0x01C001C0)
+    return (sign & 0x80008000) | (size & 0x01C001C0)
+
+
+@triton.jit
+def _in_fp32(pair):
+    """The two bf16 of a word."""
     low = (pair << 16).to(tl.float32, bitcast=True)
     return low, (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
 
@@ -51,16 +58,46 @@ def multiplied(words, x01, x23, x45, x67):
     # A pair of codes at a time, so that few numbers are alive at once.
     x0, x1 = input_pair(x01)
     x4, x5 = input_pair(x45)
-    w0, w4 = _code_pair(codes, 0)
+    w0, w4 = _in_fp32(_code_pair(codes, 0))
     total = w0 * x0 + w4 * x4
-    w1, w5 = _code_pair(codes, 1)
+    w1, w5 = _in_fp32(_code_pair(codes, 1))
     total = total + w1 * x1 + w5 * x5
     x2, x3 = input_pair(x23)
     x6, x7 = input_pair(x67)
-    w2, w6 = _code_pair(codes, 2)
+    w2, w6 = _in_fp32(_code_pair(codes, 2))
     total = total + w2 * x2 + w6 * x6
-    w3, w7 = _code_pair(codes, 3)
+    w3, w7 = _in_fp32(_code_pair(codes, 3))
     return total + w3 * x3 + w7 * x7
+
+
+@triton.jit
+def _times_bf16(pair, factor):
+    """Products of the two bf16 of each word; exact ones, as a factor is a power of two."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [pair, factor],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _scaled_pair(codes, i: tl.constexpr, scales):
+    """Columns i and i + 4 of each word as bf16. scales uint32, broadcast."""
+    pair = _code_pair(codes, i)
+    if IS_INTERPRETED:
+        low, high = _in_fp32(pair)
+        scale = scale_value(scales)
+        low = (low * CODE_FACTOR * scale).to(tl.bfloat16)
+        return low, (high * CODE_FACTOR * scale).to(tl.bfloat16)
+    else:
+        # In bf16 too E8M0 is the exponent field.
+        pair = _times_bf16(pair, tl.full(pair.shape, 0x7E807E80, tl.uint32))
+        pair = _times_bf16(pair, (scales << 7) | (scales << 23))
+        low = pair.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return low, (pair >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -68,13 +105,14 @@ def dequantised(words, scales, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """int32 words [BLOCK_N, BLOCK_K / 8] and scales uint8 [BLOCK_N, BLOCK_K / 32] -> bf16
     [BLOCK_N, BLOCK_K]."""
     codes = words.to(tl.uint32, bitcast=True)
-    w0, w4 = _code_pair(codes, 0)
-    w1, w5 = _code_pair(codes, 1)
-    w2, w6 = _code_pair(codes, 2)
-    w3, w7 = _code_pair(codes, 3)
+    # A group of columns is four words.
+    codes = tl.reshape(codes, [BLOCK_N, BLOCK_K // 32, 4])
+    scale = tl.broadcast_to(scales.to(tl.uint32)[:, :, None], [BLOCK_N, BLOCK_K // 32, 4])
+    w0, w4 = _scaled_pair(codes, 0, scale)
+    w1, w5 = _scaled_pair(codes, 1, scale)
+    w2, w6 = _scaled_pair(codes, 2, scale)
+    w3, w7 = _scaled_pair(codes, 3, scale)
     # The axes that are joined on are the bits of a nibble's number, the lowest one last.
     even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
     odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
-    values = tl.reshape(tl.join(even, odd), [BLOCK_N, BLOCK_K // 32, 32])
-    scaled = values * CODE_FACTOR * scale_value(scales)[:, :, None]
-    return tl.reshape(scaled.to(tl.bfloat16), [BLOCK_N, BLOCK_K])
+    return tl.reshape(tl.join(even, odd), [BLOCK_N, BLOCK_K])
