@@ -7,7 +7,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kdecode.commands import bench_contention, bench_layer, bench_peers, bench_tune
+from kdecode.commands import (
+    bench_contention,
+    bench_import_log,
+    bench_layer,
+    bench_peers,
+    bench_tune,
+)
 from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
@@ -60,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "contention", help=bench_contention.HELP, formatter_class=formatter
     )
     bench_contention.add_arguments(contention)
+    log = parts.add_parser("import-log", help=bench_import_log.HELP, formatter_class=formatter)
+    bench_import_log.add_arguments(log)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         "tune": bench_tune.run,
         "peers": bench_peers.run,
         "contention": bench_contention.run,
+        "import-log": bench_import_log.run,
     }
     from kdecode.bench.decode_speed import NoWindowError
 

@@ -63,6 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how prefix caches are brought into one state: cache_salt, /reset_prefix_cache, not",
     )
     group.add_argument("--token-ids", metavar="LOW-HIGH", help="ordinary tokens, for made prompts")
+    group.add_argument(
+        "--workload", metavar="FILE", help="a Mooncake or Weka trace, or chats; docs/evaluate.md"
+    )
+    group.add_argument("--workload-format", choices=("mooncake", "weka", "chat"), help="if unclear")
+    group.add_argument(
+        "--agentic", action="store_true", help="a made set of 10 agents' sessions, by --seed"
+    )
+    group.add_argument("--sessions", type=positive, metavar="N", help="the workload's first ones")
+    group.add_argument("--max-pause", type=float, metavar="S", help="cut pauses inside of sessions")
+    group.add_argument(
+        "--live-replies",
+        action="store_true",
+        help="turns follow a server's own replies instead of the recorded ones: no pairs, no ratio",
+    )
+    group.add_argument(
+        "--own-times", action="store_true", help="open loop by the times of the workload"
+    )
+    group.add_argument("--speed", type=float, default=1.0, help="of the workload's own times")
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request")
     group.add_argument(
         "--near-tie-nats",
@@ -190,10 +208,11 @@ def _design(args: argparse.Namespace) -> Design:
     from kdecode.bench.workloads.types import WorkloadError
 
     limits = [args.good_ttft_ms, args.good_tpot_ms, args.good_e2e_ms]
-    closed = args.concurrency or (1 if args.rate is None else None)
+    is_open = args.rate is not None or args.own_times
+    closed = args.concurrency or (None if is_open else 1)
     try:
         return Design(
-            load=Load(concurrency=closed, rate=args.rate, seed=args.seed),
+            load=Load(concurrency=closed, rate=args.rate, speed=args.speed, seed=args.seed),
             blocks=args.blocks,
             has_null=not args.no_null,
             order=args.order,
@@ -231,7 +250,6 @@ def _clients(args: argparse.Namespace) -> tuple[Client, Client]:
 
 async def _workload(args: argparse.Namespace, client: Client) -> Workload:
     from kdecode.bench.serving.http import fetch_json
-    from kdecode.bench.workloads.synthetic import TokenRange, fixed
     from kdecode.bench.workloads.types import WorkloadError
 
     text = args.token_ids
@@ -241,7 +259,27 @@ async def _workload(args: argparse.Namespace, client: Client) -> Workload:
         is_known = isinstance(size, int) and size > _SPECIAL_TOKENS
         text = f"0-{size - _SPECIAL_TOKENS}" if is_known else _TOKEN_IDS
     try:
-        tokens = TokenRange.from_text(text)
-        return fixed(args.prompts, args.prompt_tokens, args.output_tokens, tokens, args.seed)
+        return _made_or_read(args, text)
     except WorkloadError as error:
         raise InputError(str(error)) from error
+
+
+def _made_or_read(args: argparse.Namespace, token_ids: str) -> Workload:
+    """Raises WorkloadError."""
+    from kdecode.bench.workloads.files import ReadSettings, read_workload
+    from kdecode.bench.workloads.synthetic import AgentShape, TokenRange, agentic, fixed
+
+    tokens = TokenRange.from_text(token_ids)
+    if args.workload is not None:
+        settings = ReadSettings(
+            tokens=tokens,
+            seed=args.seed,
+            sessions=args.sessions,
+            max_pause_s=args.max_pause,
+            reply_mode="live" if args.live_replies else "recorded",
+            max_tokens=args.output_tokens,
+        )
+        return read_workload(Path(args.workload), settings, args.workload_format)
+    if args.agentic:
+        return agentic(AgentShape(sessions=args.sessions or 10), tokens, args.seed)
+    return fixed(args.prompts, args.prompt_tokens, args.output_tokens, tokens, args.seed)
