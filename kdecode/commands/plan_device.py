@@ -110,7 +110,7 @@ def _count_rows(config: ModelConfig, groups: list[LaunchGroup], size: int) -> li
         if not group.layers:
             continue
         first = group.layers[0]
-        cells = (group.name, str(len(group.layers)), str(first), str(len(group.lines)))
+        cells = (group.name, str(len(group.layers)), str(first), str(len(group.columns)))
         exchanged = exchanged_buffers(config, first)
         rows.append((*cells, f"{len(exchanged)}: {' '.join(exchanged)}") if size > 1 else cells)
     return rows

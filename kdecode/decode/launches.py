@@ -1,13 +1,13 @@
 """What a CUDA plan launches: grids, tiles, and what a compiler makes of it.
 
 Owns the lines behind `kdecode plan --arch`: one a launch, with registers and memory where the plan
-was compiled, and layers of the same launches as one group. Knows neither ops nor how a launch is
+was compiled, and the layers of a kind as one group. Knows neither ops nor how a launch is
 made or compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -94,15 +94,15 @@ def _line(step: Step | None, launch: Any) -> LaunchLine:
 
 @dataclass(frozen=True)
 class LaunchGroup:
-    """Layers with the same launches, and the launches of the first of them.
+    """Layers of one kind. columns: for each of their launches, in order, that of every layer.
 
-    name: their kind; of what lies outside of the layers, where. layers: none there. A launch that
+    name: the kind; of what lies outside of the layers, where. layers: none there. A launch that
     reaches into the next layer belongs to the one where it begins.
     """
 
     name: str
     layers: tuple[int, ...]
-    lines: tuple[LaunchLine, ...]
+    columns: tuple[tuple[LaunchLine, ...], ...]
 
 
 def layer_kind(config: ModelConfig, layer: int) -> str:
@@ -111,67 +111,62 @@ def layer_kind(config: ModelConfig, layer: int) -> str:
 
 
 def group_lines(config: ModelConfig, lines: Sequence[LaunchLine]) -> list[LaunchGroup]:
-    """The launches of a plan in its order, each kind of layer once.
-
-    What a program takes is the most of any layer in the group.
-    """
-    runs = [(layer, tuple(run)) for layer, run in groupby(lines, key=lambda line: line.layer)]
-    members: dict[object, list[tuple[int | None, tuple[LaunchLine, ...]]]] = {}
-    for number, (layer, run) in enumerate(runs):
-        shape = tuple(replace(line, layer=None, compiled=None) for line in run)
+    """The launches of a plan in its order, each kind of layer once."""
+    members: dict[object, list[tuple[LaunchLine, ...]]] = {}
+    for number, (layer, run) in enumerate(groupby(lines, key=lambda line: line.layer)):
+        steps = tuple(run)
         kind = number if layer is None else layer_kind(config, layer)
-        # Tiles are dictionaries, which have no hash.
-        members.setdefault((kind, repr(shape)), []).append((layer, run))
+        kernels = tuple((line.op, line.kernel) for line in steps)
+        members.setdefault((kind, kernels), []).append(steps)
     groups: list[LaunchGroup] = []
     for found in members.values():
-        first = found[0][0]
-        if first is None:
-            name = "after" if groups else "before"
-        else:
-            name = layer_kind(config, first)
+        layers = tuple(run[0].layer for run in found if run[0].layer is not None)
+        if layers:
+            name = layer_kind(config, layers[0])
             is_known = any(group.name == name for group in groups)
-            name += f", from {first}" if is_known else ""
-        layers = tuple(layer for layer, _ in found if layer is not None)
-        columns = zip(*(run for _, run in found), strict=True)
-        groups.append(LaunchGroup(name, layers, tuple(_most(column) for column in columns)))
+            name += f", from {layers[0]}" if is_known else ""
+        else:
+            name = "after" if groups else "before"
+        groups.append(LaunchGroup(name, layers, tuple(zip(*found, strict=True))))
     return groups
 
 
-def _most(lines: tuple[LaunchLine, ...]) -> LaunchLine:
-    """The line of several layers, with the most that one of them takes."""
-    compiled = [line.compiled for line in lines if line.compiled is not None]
-    if not compiled:
-        return lines[0]
-    most = {
-        name: max(getattr(entry, name) for entry in compiled)
-        for name in ("registers", "stack_bytes", "shared_bytes")
-    }
-    return replace(lines[0], compiled=replace(compiled[0], **most))
-
-
 def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
-    """Rows of a table, the head first."""
-    is_compiled = any(line.compiled is not None for group in groups for line in group.lines)
+    """Rows of a table, the head first. Where layers differ a cell has all that there is.
+
+    What a program takes is the most of any layer.
+    """
+    columns = [column for group in groups for column in group.columns]
+    is_compiled = any(line.compiled is not None for column in columns for line in column)
     head = ["layers", "op", "kernel", "grid", "warps", "stages", "tile"]
     head += ["registers", "spilled", "shared"] if is_compiled else []
     rows = [(*head, "covers")]
     for group in groups:
-        for index, line in enumerate(group.lines):
+        for index, column in enumerate(group.columns):
+            first = column[0]
             cells = [
                 group.name if index == 0 else "",
-                line.op,
-                line.kernel,
-                " x ".join(map(str, line.grid)),
-                str(line.warps),
-                str(line.stages),
-                tile_text(line.tile),
+                first.op,
+                first.kernel,
+                _all(" x ".join(map(str, line.grid)) for line in column),
+                _all(str(line.warps) for line in column),
+                _all(str(line.stages) for line in column),
+                tile_text({n: _all(str(line.tile[n]) for line in column) for n in first.tile}),
             ]
-            if line.compiled is not None:
-                compiled = line.compiled
-                sizes = (compiled.registers, compiled.stack_bytes, compiled.shared_bytes)
-                cells += [f"{size:,}" for size in sizes]
-            rows.append((*cells, " ".join(line.covers) or "-"))
+            if is_compiled:
+                cells += most_taken([line.compiled for line in column if line.compiled])
+            rows.append((*cells, _all(" ".join(line.covers) or "-" for line in column)))
     return rows
+
+
+def most_taken(compiled: Sequence[Resources]) -> list[str]:
+    """Registers, spilled bytes and shared memory: the most of each."""
+    taken = [(each.registers, each.stack_bytes, each.shared_bytes) for each in compiled]
+    return [f"{max(sizes):,}" for sizes in zip(*taken, strict=True)]
+
+
+def _all(cells: Iterable[str]) -> str:
+    return " or ".join(dict.fromkeys(cells))
 
 
 def tile_text(tile: Mapping[str, Any]) -> str:
