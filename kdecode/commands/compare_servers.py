@@ -18,6 +18,7 @@ from kdecode.commands.common import InputError, ProgressBar, check_output_file, 
 from kdecode.commands.launches import own_servers, recipe_servers
 
 if TYPE_CHECKING:
+    from kdecode.bench.machine import Machine
     from kdecode.bench.serving.client import Client
     from kdecode.bench.serving.launch import Launch
     from kdecode.bench.serving.protocol import Design, ServedComparison
@@ -95,6 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
     group.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write report.html, report.md, comparison.json, requests.jsonl and exports to DIR",
+    )
+    group.add_argument(
         "--ratio",
         nargs=2,
         metavar=("ONE.json", "TWO.json"),
@@ -140,6 +146,8 @@ def _measure(args: argparse.Namespace) -> int:
     launches = _launches(args)
     if args.json is not None:
         check_output_file(args.json)
+    if args.out is not None:
+        _check_folder(args.out)
     design = _design(args)
     clients = _clients(args)
     bar = ProgressBar()
@@ -148,9 +156,29 @@ def _measure(args: argparse.Namespace) -> int:
     machine = read_machine()
     report = sys.stderr if args.json == "-" else sys.stdout
     print(render(comparison, machine), end="", file=report)
+    if args.out is not None:
+        _write_folder(args.out, comparison, machine)
     if args.json is not None:
         write_json(document_of(comparison, machine), args.json)
     return comparison.exit_code
+
+
+def _check_folder(path: str) -> None:
+    """Raises InputError for a folder that cannot be made, before anything is measured."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the folder {path} cannot be made: {error.strerror}") from error
+
+
+def _write_folder(path: str, comparison: ServedComparison, machine: Machine) -> None:
+    from kdecode.bench.serving.folder import write_folder
+
+    try:
+        written = write_folder(Path(path), comparison, machine)
+    except OSError as error:
+        raise InputError(f"the folder {path} cannot be written: {error}") from error
+    print(f"wrote {len(written)} files to {path}", file=sys.stderr)
 
 
 def _launches(args: argparse.Namespace) -> tuple[Launch, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kdecode.bench.machine import Machine
+from kdecode.bench.serving.counters import ServerCounts
 from kdecode.bench.serving.protocol import ServedComparison
 from kdecode.bench.serving.report import formulas
 from kdecode.bench.statistics import RatioEstimate
@@ -39,8 +40,7 @@ def document_of(comparison: ServedComparison, machine: Machine) -> dict[str, Any
         if field.name not in ("passes", "workload")
     }
     for summary, one in zip(fields["summaries"], comparison.summaries, strict=True):
-        summary["counts"]["coverage"] = one.counts.coverage
-        summary["counts"]["acceptance_length"] = one.counts.acceptance_length
+        summary["counts"] = counts_of(one.counts)
     workload = comparison.workload
     return {
         "schema": SCHEMA,
@@ -70,6 +70,16 @@ def document_of(comparison: ServedComparison, machine: Machine) -> dict[str, Any
             for one in comparison.passes
         ],
         **fields,
+    }
+
+
+def counts_of(counts: ServerCounts) -> dict[str, Any]:
+    """A server's counts with what follows from them."""
+    return {
+        **plain(counts),
+        "coverage": counts.coverage,
+        "acceptance_length": counts.acceptance_length,
+        "acceptance_rate": counts.acceptance_rate,
     }
 
 
