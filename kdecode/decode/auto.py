@@ -1,8 +1,9 @@
 """The `auto` backend: the standard forward in torch, for any step.
 
 Prefill in chunks, decode and both mixed, any number of rows: one step a stage, but for latent
-attention, which is one. Implementations are chosen when the plan is built; a run derives the
-batch's metadata once and launches the steps. Rounding points are those of the ops.
+attention, which is one. Implementations are chosen when the plan is built (on a GPU some are in
+Triton); a run derives the batch's metadata once and launches the steps. Rounding points are those
+of the ops.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows, OpenSpan
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.buffers import value_buffers
+from kdecode.decode.device import device_arch, has_triton
 from kdecode.decode.plan import Buffer, DecodePlan, Step
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.step_tensors import derive
@@ -35,6 +37,19 @@ from kdecode.kernels.projection.op import ProjectionWeights
 from kdecode.kernels.residual.op import ResidualUse
 from kdecode.kernels.rms_norm.op import NormWeights
 from kdecode.model.layout import PackedKda, PackedMlp, PackedModel, PackedMoe
+
+# Ops whose kernels take any number of rows, on a device that has them.
+_TRITON_OPS = frozenset(
+    {
+        "kda_conv",
+        "kda_gate",
+        "kda_recurrence",
+        "kda_out_norm",
+        "mla_attention",
+        "route",
+        "experts",
+    }
+)
 
 
 def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -> DecodePlan:
@@ -139,21 +154,30 @@ class _Builder:
         """Prepares one step. reads, writes: empty for those of the op's contract."""
         contract = table.contract(op)
         problem = self._problem(layer)
-        implementation = table.implementation(op, "torch")
-        reasons = implementation.refuse(problem)
-        if reasons:
-            raise ValueError(f"The standard path cannot run {op}: {' '.join(reasons)}")
+        impl = self._choose(op, problem)
+        implementation = table.implementation(op, impl)
         return Step(
             layers=(layer,),
             covers=covers,
             op=op,
-            impl="torch",
+            impl=impl,
             reads=self._present(reads or contract.reads),
             writes=self._present(writes or contract.writes),
             run=implementation.prepare(problem, weights, self.buffers).run,
             tolerance=contract.tolerance,
             weight_bytes=sum(stage_weight_bytes(self.packed, layer, stage) for stage in covers),
         )
+
+    def _choose(self, op: str, problem: Problem) -> str:
+        """Triton where the device and the op have it; torch takes everything."""
+        if op in _TRITON_OPS and has_triton(self.engine.device):
+            reasons = table.implementation(op, "triton").refuse(problem)
+            if not reasons:
+                return "triton"
+        reasons = table.implementation(op, "torch").refuse(problem)
+        if reasons:
+            raise ValueError(f"The standard path cannot run {op}: {' '.join(reasons)}")
+        return "torch"
 
     def attention(self, layer: int) -> Iterator[Step]:
         entry, config = self.packed.layers[layer], self.config
@@ -263,4 +287,5 @@ class _Builder:
             page_tokens=engine.page_tokens,
             max_context_tokens=engine.max_context_tokens,
             isa="",
+            arch=device_arch(engine.device),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 
@@ -26,6 +27,11 @@ def device_arch(device: str) -> str:
         return f"sm_{OLDEST_ARCH}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def has_triton(device: str) -> bool:
+    """Whether Triton's kernels can run on the device, here and now."""
+    return device != "cpu" and torch.cuda.is_available() and find_spec("triton") is not None
 
 
 @contextmanager

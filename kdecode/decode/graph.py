@@ -16,6 +16,7 @@ import torch
 
 from kdecode.decode.latency_cuda import LAUNCHED_AS
 from kdecode.decode.plan import DecodePlan
+from kdecode.decode.staging import Staging
 
 # Steps begin .. end - 1.
 StepRange = tuple[int, int]
@@ -27,6 +28,13 @@ class GraphPool:
     def __init__(self) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
         self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Runs it where it will be recorded, and waits for it."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            run()
+        torch.cuda.synchronize()
 
     def record(self, run: Callable[[], None]) -> Any:
         """A graph of what ``run`` launches; nothing of it runs now."""
@@ -47,7 +55,10 @@ def capture(plan: DecodePlan, pool: GraphPool, ranges: Sequence[StepRange] = ())
     Other ranges are launched step by step. The plan runs once before, on slot 0 and page 0 of its
     caches: they must be free, and the slots are cleared again.
     """
-    warm_up(plan)
+    made_up_inputs(plan.buffers.staging, plan.rows_per_request)
+    pool.warm_up(lambda: _warm_up(plan))
+    if plan.buffers.caches.conv:
+        plan.buffers.caches.clear_slot(0)
     graphs = {
         span: pool.record(lambda span=span: _launch(plan, *span))  # type: ignore[misc]
         for span in {(0, len(plan.steps)), *ranges}
@@ -63,21 +74,20 @@ def capture(plan: DecodePlan, pool: GraphPool, ranges: Sequence[StepRange] = ())
     return replace(plan, launch=launch, launched_as=LAUNCHED_AS)
 
 
-def warm_up(plan: DecodePlan) -> None:
-    """Runs a plan, and its commit, on made-up rows: every kernel is compiled and loaded then."""
-    buffers, caches = plan.buffers, plan.buffers.caches
-    for name, rows in buffers.staging.arrays().items():
-        # Slot 0, page 0, and token 0 at position 0, which exist; all rows may write the same.
+def made_up_inputs(staging: Staging, rows_per_request: int) -> None:
+    """Sends rows of token 0 on slot 0 and page 0, which exist; all may write the same places."""
+    for name, rows in staging.arrays().items():
         rows.fill(0)
         if name == "row_position":
-            rows[:] = [row % plan.rows_per_request for row in range(len(rows))]
-    buffers.staging.send()
+            rows[:] = [row % rows_per_request for row in range(len(rows))]
+    staging.send()
+
+
+def _warm_up(plan: DecodePlan) -> None:
+    """Every kernel is compiled and loaded then."""
     _launch(plan, 0, len(plan.steps))
     if plan.commit is not None:
         plan.commit(())
-    torch.cuda.synchronize()
-    if caches.conv:
-        caches.clear_slot(0)
 
 
 def _launch(plan: DecodePlan, begin: int, end: int) -> None:

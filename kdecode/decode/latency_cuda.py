@@ -1,11 +1,10 @@
-"""CUDA's steps of `latency_specialized`: one Triton launch each, for one row bucket.
+"""CUDA's steps of `latency_specialized`: a Triton launch each, for one row bucket.
 
 A KDA layer is a projection, its core and the join of its output with the residual; an MLA layer is
 a projection, the query, the attention in splits, and the join; then dense (two launches) or a
-mixture of experts (four). Of few rows a join goes on with the mix and norm of the block behind it,
-so that a step may reach into the next layer; of more rows these are a launch of their own. Owns
-that list and what each step is prepared from; `latency_specialized` is the entrance. Nothing here
-needs Triton before a plan is judged or built.
+mixture of experts (four); the mix and norm before each block are a launch. Owns that list and what
+each step is prepared from; `latency_specialized` is the entrance. Nothing here needs Triton before
+a plan is judged or built.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ from kdecode.decode.staging import Staging, stage_inputs
 from kdecode.decode.step_check import StepLimits
 from kdecode.kernels import table
 from kdecode.kernels.common.matrix import Matrix
-from kdecode.kernels.common.mix_norm import (
-    STAGES,
-    JoinWeights,
-    Place,
-    is_fused,
-    mix_norm_of,
-    with_mix_norm,
-)
+from kdecode.kernels.common.mix_norm import STAGES, Place, mix_norm_of
 from kdecode.kernels.contract import Buffers, OpContract, PlanMemory, Prepared
 from kdecode.kernels.embed_norm.op import EmbedWeights
 from kdecode.kernels.mix_norm.op import contract_at
@@ -85,10 +77,8 @@ def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str
             "extra: pip install 'kdecode[gpu]'."
         )
         return reasons
+    rows -= rows % rows_per_request
     for op, layer in _distinct_ops(deployment.config, rows_per_request):
-        if (op, "triton") not in table.TABLE:
-            reasons.append(f"There is no Triton kernel of {op}.")
-            continue
         problem = deployment.problem(layer, rows, rows_per_request)
         reasons += table.implementation(op, "triton").refuse(problem)
     return reasons
@@ -111,7 +101,7 @@ def describe(
         config=config,
         rows=rows,
         rows_per_request=rows_per_request,
-        steps=tuple(_describe_step(use, config, names) for use in _uses(packed, rows)),
+        steps=tuple(_describe_step(use, config, names) for use in _uses(packed)),
         buffer_specs=specs,
         buffers=Buffers(),
         launch=cannot_run,
@@ -140,7 +130,7 @@ def build(
     if each > 1:
         buffers.effects = row_effects(deployment.config, rows, memory)
     steps = []
-    for step, use in zip(described.steps, _uses(packed, rows), strict=True):
+    for step, use in zip(described.steps, _uses(packed), strict=True):
         problem = deployment.problem(use.layer, rows, each)
         implementation = table.implementation(step.op, "triton")
         prepared = implementation.prepare(problem, use.weights, buffers)
@@ -185,7 +175,7 @@ def _mla_ops(config: ModelConfig) -> tuple[str, ...]:
     return ops if config.mla.q_rank is None else ("mla_query_up", *ops)
 
 
-def _uses(packed: PackedModel, rows: int) -> Iterator[_Use]:
+def _uses(packed: PackedModel) -> Iterator[_Use]:
     """Every launch of a plan, in order."""
     config = packed.config
     first = mix_norm_of(config, "attn", 0, packed.layers[0])
@@ -198,8 +188,8 @@ def _uses(packed: PackedModel, rows: int) -> Iterator[_Use]:
     )
     for layer, entry in enumerate(packed.layers):
         yield from _attention(config, layer, entry)
-        yield from _join(packed, rows, layer, "attn_join", (entry.attention.o_proj,))
-        yield from _mlp(packed, rows, layer)
+        yield from _join(packed, layer, "attn_join", (entry.attention.o_proj,))
+        yield from _mlp(packed, layer)
     names = ("head_in", "logits")
     yield _project(None, "head", packed.head, names, is_head=True)
 
@@ -221,12 +211,12 @@ def _attention(config: ModelConfig, layer: int, entry: PackedLayer) -> Iterator[
         yield _layer_use(config, op, layer, entry, read.get(op, ()))
 
 
-def _mlp(packed: PackedModel, rows: int, layer: int) -> Iterator[_Use]:
+def _mlp(packed: PackedModel, layer: int) -> Iterator[_Use]:
     config, entry = packed.config, packed.layers[layer]
     mlp = entry.mlp
     if isinstance(mlp, PackedMlp):
         yield _layer_use(config, "dense_up", layer, entry, (mlp.gate_up,))
-        yield from _join(packed, rows, layer, "dense_join", (mlp.down,))
+        yield from _join(packed, layer, "dense_join", (mlp.down,))
         return
     gate_up = None if mlp.shared is None else mlp.shared.gate_up
     down = None if mlp.shared is None else mlp.shared.down
@@ -234,29 +224,22 @@ def _mlp(packed: PackedModel, rows: int, layer: int) -> Iterator[_Use]:
     expert, count = mlp.experts[0], config.moe.top_k
     yield _layer_use(config, "expert_up", layer, entry, (expert.gate_up,) * count)
     yield _layer_use(config, "expert_down", layer, entry, (expert.down,) * count)
-    yield from _join(packed, rows, layer, "moe_join", (mlp.latent_up, down))
+    yield from _join(packed, layer, "moe_join", (mlp.latent_up, down))
 
 
 def _join(
     packed: PackedModel,
-    rows: int,
     layer: int,
     op: str,
     matrices: tuple[Matrix | None, ...],
 ) -> Iterator[_Use]:
-    """The end of a block, and the mix and norm of the next one in the same launch or in another."""
+    """The end of a block, then the mix and norm of the next one."""
     config, entry = packed.config, packed.layers[layer]
     place, then_layer = _next_block(config, layer, op)
     owner = packed if then_layer is None else packed.layers[then_layer]
     then = mix_norm_of(config, place, then_layer, owner)
     mixed: Stages = tuple((then_layer, stage) for stage in STAGES[place])
-    use = _layer_use(config, op, layer, entry, matrices)
-    if is_fused(rows):
-        weights = JoinWeights(entry, then)
-        contract = with_mix_norm(use.contract, place)
-        yield replace(use, contract=contract, weights=weights, stages=(*use.stages, *mixed))
-        return
-    yield replace(use, weights=JoinWeights(entry))
+    yield _layer_use(config, op, layer, entry, matrices)
     yield _Use(contract=contract_at(place), layer=then_layer, weights=then, stages=mixed)
 
 

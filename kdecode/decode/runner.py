@@ -17,15 +17,17 @@ from typing import cast
 import torch
 
 from kdecode.cache.batch import StepBatch
+from kdecode.cache.budget import pages_for
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import OpenSpan
 from kdecode.config import ConfigError, EngineConfig, Isa, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import auto, latency_specialized
-from kdecode.decode.device import device_arch, on_device
+from kdecode.decode.device import device_arch, has_triton, on_device
 from kdecode.decode.graph import GraphPool, capture
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
+from kdecode.decode.standard_graph import can_record, record, takes
 from kdecode.decode.step_check import StepError, check_step
 from kdecode.decode.taps import Taps
 from kdecode.kernels.common import native
@@ -83,10 +85,14 @@ def _rows_reason(batch: StepBatch, has_plan: bool, most: int) -> str | None:
 
 @dataclass
 class StepStats:
-    """Counts of steps. Decode steps are those with at least one request past its prompt."""
+    """Counts of steps. Decode steps are those with at least one request past its prompt.
+
+    recorded_steps: those of the standard path that were a replay of CUDA graphs.
+    """
 
     decode_steps: Counter[tuple[str, str]] = field(default_factory=Counter)
     prefill_steps: int = 0
+    recorded_steps: int = 0
 
     @property
     def coverage(self) -> float | None:
@@ -141,7 +147,12 @@ class StepRunner:
             self.deployment = deployment_of(packed.config, engine)
             with on_device(engine.device):
                 self._plans = self._build_plans(self.deployment, draft)
-        plans = (self._standard, *self._plans.values())
+        # The standard plan's graphs, by rows.
+        self._recorded: dict[int, DecodePlan] = {}
+        if engine.decode_backend == "auto" and has_triton(engine.device):
+            with on_device(engine.device):
+                self._recorded = self._record_standard(draft)
+        plans = (self._standard, *self._plans.values(), *self._recorded.values())
         self._taps = {} if draft is None else {id(plan): Taps.of(plan, draft) for plan in plans}
 
     def _build_plans(
@@ -163,6 +174,18 @@ class StepRunner:
             plans[size] = capture(plan, pool, ranges)
         return plans
 
+    def _record_standard(self, draft: DraftConfig | None) -> dict[int, DecodePlan]:
+        """Graphs of the standard plan, where nothing of it waits; the caches have to be free."""
+        plan = self._standard
+        if not can_record(plan):
+            return {}
+        whole = [(0, len(plan.steps))]
+        ranges = whole if draft is None else Taps.of(plan, draft).ranges(plan)
+        pages = pages_for(self.engine.max_context_tokens, self.engine.page_tokens)
+        pool = GraphPool()
+        sizes = sorted(self._buckets, reverse=True)
+        return {rows: record(plan, rows, pages, pool, ranges) for rows in sizes}
+
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits [requests that need them, vocab] fp32, in request order."""
         with on_device(self.engine.device):
@@ -178,6 +201,9 @@ class StepRunner:
         if path == SPECIALIZED:
             size = batch.num_rows, len(batch.requests[0].token_ids)
             logits = self._run_plan(self._plans[size], batch)
+        elif batch.num_rows in self._recorded and takes(batch):
+            logits = self._run_plan(self._recorded[batch.num_rows], batch)
+            self.stats.recorded_steps += 1
         else:
             torch.set_num_threads(self._num_threads)
             logits = auto.run_standard(self._standard, batch, self._launch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kdecode.cache.caches import Caches
-from kdecode.config import EngineConfig, ModelConfig
+from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import draft_specialized, latency_specialized
 from kdecode.decode.auto import build_auto_plan
@@ -18,6 +18,7 @@ from kdecode.decode.plan import DecodePlan, cannot_run
 from kdecode.decode.runner import deployment_of, plan_sizes, resolve, row_buckets
 from kdecode.engine.preflight import check_context, check_description
 from kdecode.engine.worker import trunk_format
+from kdecode.model.layout import TrunkFormat, mxfp4_format
 from kdecode.model.outline import outline_bytes, outline_model
 
 _PACKING_NOTE = (
@@ -38,7 +39,8 @@ def describe_plan(
     check_description(config, engine)
     trunk = trunk_format(engine)
     # How far 12 bits reach is not known without the weights.
-    packed = outline_model(config, "tiles" if trunk == "tiles12" else trunk)
+    form: TrunkFormat = "tiles" if trunk == "tiles12" else trunk
+    packed = outline_model(config, form, mxfp4_format(engine.device))
     size = outline_bytes(packed)
     notes = (_PACKING_NOTE,) if trunk == "tiles12" else ()
     if engine.changes_weights:
@@ -66,6 +68,9 @@ def describe_launches(
     Raises ConfigError and BackendRefusedError as an engine does.
     """
     check_context(config, engine)
+    if rows not in latency_specialized.ROW_BUCKETS:
+        most = latency_specialized.ROW_BUCKETS[-1]
+        raise ConfigError(f"{rows} rows; a CUDA plan has from 1 to {most}.")
     deployment = Deployment(
         config=config,
         device="cuda",

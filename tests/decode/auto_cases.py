@@ -182,7 +182,17 @@ class _Packer:
             latent_norm=None if p.latent_norm is None else p.latent_norm.float(),
             latent_up=self._optional(p.latent_up),
             shared=None if p.shared is None else self._mlp(p.shared),
-            experts=tuple(self._pair(*parts) for parts in zip(p.w1, p.w3, p.w2, strict=True)),
+            experts=self._experts(p),
+        )
+
+    def _experts(self, p: MoeParameters) -> tuple[PackedMlp, ...]:
+        """Those in "rows" lie in one block."""
+        if self.trunk == "tiles" or isinstance(p.w1[0], Mxfp4):
+            return tuple(self._pair(*parts) for parts in zip(p.w1, p.w3, p.w2, strict=True))
+        pairs = [torch.cat(parts) for parts in zip(p.w1, p.w3, strict=True)]
+        blocks = zip(torch.stack(pairs), torch.stack(p.w2), strict=True)
+        return tuple(
+            PackedMlp(*(Matrix("rows", *data.shape, data) for data in block)) for block in blocks
         )
 
 

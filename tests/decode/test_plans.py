@@ -150,6 +150,16 @@ def test_a_description_says_what_it_cannot_know() -> None:
     assert plan.explain().startswith(_described("mini", "latency_specialized.1"))
 
 
+def test_a_plan_of_another_device_is_described_without_it() -> None:
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    plan, size = describe_plan(config, _engine("latency_specialized", device="cuda"), 1)
+    assert {step.impl for step in plan.steps} == {"triton"}
+    assert plan.explain().splitlines()[-1] == f"{len(plan.steps)} steps in one CUDA graph"
+    on_cpu = describe_plan(config, _engine("latency_specialized"), 1)[1]
+    # Tiles have rows of padding.
+    assert 0.98 * on_cpu < size <= on_cpu
+
+
 def test_a_description_is_refused_as_an_engine_is() -> None:
     config = ModelConfig.from_checkpoint(CONFIGS["mini"])
     odd = replace(config, mla=replace(config.mla, num_heads=1))

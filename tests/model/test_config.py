@@ -240,6 +240,15 @@ def test_the_format_may_stand_in_the_group() -> None:
         ({"device": "cuda:-1"}, "device is 'cuda:-1'"),
         ({"device": "cuda:01"}, "device is 'cuda:01'"),
         ({"device": None}, "device is None"),
+        (
+            {
+                "device": "cuda",
+                "decode_backend": "latency_specialized",
+                "trunk_format": "int8",
+            },
+            "trunk_format is 'int8' and device 'cuda'; only the kernels of the CPU",
+        ),
+        ({"device": "cuda:1", "lossless_packing": "on"}, "set lossless_packing to 'auto'"),
         ({"isa": "sse2"}, "isa is 'sse2'"),
         ({"cache_dtype": "fp16"}, "cache_dtype is 'fp16'"),
         ({"num_threads": 0}, "num_threads is 0"),
