@@ -12,14 +12,7 @@ from typing import Any
 
 from triton_cases import Case, Chain, Use
 
-from kdecode.kernels.common.mix_norm import (
-    STAGES,
-    JoinWeights,
-    MixNorm,
-    Place,
-    mix_norm_of,
-    with_mix_norm,
-)
+from kdecode.kernels.common.mix_norm import STAGES, MixNorm, Place, mix_norm_of
 from kdecode.kernels.common.tile_table import forced, recording
 from kdecode.kernels.mix_norm.op import contract_at
 from kdecode.kernels.table import contract
@@ -38,31 +31,23 @@ def chain(case: Case, uses: Sequence[Use], rows: int, each: int = 1, **tile: int
         return Chain(case, uses, rows, each)
 
 
-def join_use(case: Case, op: str, layer: int, place: Place | None) -> Use:
-    """A join of a layer; place: of the mix and norm that it also does, None for none."""
-    config, entry = case.config, case.packed.layers[layer]
-    made, then = contract(op), None
-    present = layer_stages(config, layer)
-    stages = [(layer, stage) for stage in made.covers if stage in present]
-    if place is not None:
-        then, next_layer = _then(case, place, layer)
-        made = with_mix_norm(made, place)
-        stages += [(next_layer, stage) for stage in STAGES[place]]
+def join_use(case: Case, op: str, layer: int) -> Use:
+    """A join of a layer. What it does not push it may not lose either."""
+    config, made = case.config, contract(op)
     is_push = op == "attn_join" and config.is_snapshot_layer(layer)
     has_snapshots = config.snapshots_before(layer if op == "attn_join" else layer + 1) > 0
+    present = layer_stages(config, layer)
     return Use(
         op,
         layer,
-        JoinWeights(entry, then),
-        tuple(stages),
-        # What a join does not push it may not lose either.
-        (*made.reads, *(("snapshots",) if has_snapshots else ())),
-        tuple(name for name in made.writes if is_push or name != "snapshots"),
+        stages=tuple((layer, stage) for stage in made.covers if stage in present),
+        reads=(*made.reads, *(("snapshots",) if has_snapshots else ())),
+        writes=tuple(name for name in made.writes if is_push or name != "snapshots"),
     )
 
 
 def mix_norm_use(case: Case, place: Place, layer: int) -> Use:
-    """The mix and norm behind a join of this layer, as a launch of its own."""
+    """The mix and norm behind a join of this layer."""
     then, next_layer = _then(case, place, layer)
     made = contract_at(place)
     stages = tuple((next_layer, stage) for stage in STAGES[place])

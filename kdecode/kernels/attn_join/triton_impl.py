@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kdecode.kernels.common.mix_norm import JoinWeights
+from typing import Any
+
 from kdecode.kernels.common.triton_join import prepare_join, refuse_plan_rows
 from kdecode.kernels.common.triton_launch import TritonStep
 from kdecode.kernels.contract import Buffers, Problem
@@ -13,13 +14,9 @@ def refuse(problem: Problem) -> list[str]:
     return refuse_plan_rows(problem)
 
 
-def prepare(problem: Problem, weights: JoinWeights, buffers: Buffers) -> TritonStep:
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
+    """weights: a `PackedLayer` with matrices in "rows"."""
     assert problem.layer is not None
-    return prepare_join(
-        problem,
-        weights.layer.attention.o_proj,
-        weights.then,
-        buffers,
-        names=("attn_out", "attn_delta"),
-        is_push=problem.config.is_snapshot_layer(problem.layer),
-    )
+    is_push = problem.config.is_snapshot_layer(problem.layer)
+    names = ("attn_out", "attn_delta")
+    return prepare_join(problem, weights.attention.o_proj, buffers, names, is_push=is_push)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 # Rows that a kernel is specialised for; a step of R rows takes the smallest that holds them.
 ROW_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
@@ -25,7 +26,9 @@ ROW_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 @dataclass(frozen=True)
 class Launch:
     """kernel: a ``triton.jit`` function. arguments: by parameter name; tensors, ints and floats.
-    constants: its ``tl.constexpr`` parameters. A zero-sized grid is refused.
+    constants: its ``tl.constexpr`` parameters. A zero-sized grid is refused. begins_early: the
+    launch may begin while the one before it runs, to load weights; what it may do before the other
+    is over is with `triton_ops.wait_for_previous`, which such a kernel calls.
     """
 
     kernel: Any
@@ -34,18 +37,18 @@ class Launch:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    begins_early: bool = False
 
     def __post_init__(self) -> None:
         if not self.grid or min(self.grid) < 1:
             raise ValueError(f"A launch has a grid of at least one program; this is {self.grid}.")
 
     def run(self) -> None:
-        self.kernel[self.grid](
-            **self.arguments,
-            **self.constants,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-        )
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # Triton's interpreter has one launch after another, and not this option.
+        if self.begins_early and isinstance(self.kernel, JITFunction):
+            options["launch_pdl"] = True
+        self.kernel[self.grid](**self.arguments, **self.constants, **options)
 
 
 @dataclass(frozen=True)

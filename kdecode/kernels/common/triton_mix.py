@@ -1,8 +1,8 @@
-"""Device functions of the residual mix and its norm; the maths is that of mix_norm.
+"""The residual mix and its norm of one row on a GPU: device function, and what a launch binds.
 
-A mix weighs its sources, the snapshots and the prefix, by the softmax of their scores. Snapshots
-are old, so that programs of their own score them while others still make the prefix; whoever is
-last mixes. Host side: what such a launch binds.
+The maths is that of mix_norm. Snapshots are older than the launch before, but for one that it
+pushed: they are scored before it is over. Read again to be mixed, they come from the first cache;
+all of them in fp32 would not fit into registers.
 """
 
 from __future__ import annotations
@@ -17,35 +17,28 @@ from torch import Tensor
 from kdecode.config import ModelConfig
 from kdecode.kernels.common.mix_norm import MixNorm
 from kdecode.kernels.common.triton_launch import tensor_for
-from kdecode.kernels.common.triton_ops import round_bf16, to_bf16
+from kdecode.kernels.common.triton_ops import round_bf16, to_bf16, wait_for_previous
 from kdecode.kernels.contract import Buffers
 
 
 def mix_arguments(
     config: ModelConfig, rows: int, then: MixNorm, buffers: Buffers
 ) -> tuple[dict[str, Tensor | int | float], dict[str, Any]]:
-    """Arguments and constants by which a kernel calls `score_snapshot` and `mix_norm_row`."""
+    """Arguments and constants by which a kernel calls `mix_norm_row`."""
     width = config.hidden_size
     shape = (rows, width)
     norm = tensor_for(then.norm, torch.float32, (width,), name="the norm's weight")
     mix, snapshots = norm, buffers["prefix"]  # not read without snapshots
     if then.num_snapshots:
         assert then.mix is not None
+        stack = (config.num_snapshots, rows, width)
         mix = tensor_for(then.mix, torch.float32, (width,), name="the mix's weight")
-        snapshots = tensor_for(
-            buffers["snapshots"],
-            torch.bfloat16,
-            (config.num_snapshots, rows, width),
-            name="snapshots",
-        )
+        snapshots = tensor_for(buffers["snapshots"], torch.bfloat16, stack, name="snapshots")
     arguments: dict[str, Tensor | int | float] = {
         "prefix": tensor_for(buffers["prefix"], torch.bfloat16, shape, name="prefix"),
         "snapshots": snapshots,
         "mix_weight": mix,
         "norm_weight": norm,
-        "scores": buffers.scratch(
-            "mix_scores", (rows, max(1, config.num_snapshots)), torch.float32
-        ),
         "eps": config.rms_eps,
     }
     for parameter, name in zip(("mix_out", "norm_out"), then.outputs, strict=True):
@@ -54,36 +47,9 @@ def mix_arguments(
         "WIDTH": width,
         "BLOCK_WIDTH": triton.next_power_of_2(width),
         "SNAPSHOTS": then.num_snapshots,
-        "MAX_SNAPSHOTS": max(1, config.num_snapshots),
+        "BLOCK_S": triton.next_power_of_2(max(1, then.num_snapshots)),
     }
     return arguments, constants
-
-
-@triton.jit
-def _score(x, weight, eps, WIDTH: tl.constexpr):
-    """<x, w> rsqrt(mean(x^2) + eps)."""
-    return tl.sum(x * weight) * tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
-
-
-@triton.jit
-def score_snapshot(
-    row,
-    number,
-    rows,
-    snapshots,
-    mix_weight,
-    scores,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    MAX_SNAPSHOTS: tl.constexpr,
-):
-    """scores[row, number]."""
-    columns = tl.arange(0, BLOCK_WIDTH)
-    source = snapshots + (number * rows + row) * WIDTH + columns
-    x = tl.load(source, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    weight = tl.load(mix_weight + columns, mask=columns < WIDTH, other=0.0)
-    tl.store(scores + row * MAX_SNAPSHOTS + number, _score(x, weight, eps, WIDTH))
 
 
 @triton.jit
@@ -94,36 +60,41 @@ def mix_norm_row(
     snapshots,
     mix_weight,
     norm_weight,
-    scores,
     mix_out,
     norm_out,
     eps,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     SNAPSHOTS: tl.constexpr,
-    MAX_SNAPSHOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    IS_PUSHED: tl.constexpr,
 ):
-    """One row's mix of the prefix and the scored snapshots, and its norm."""
-    columns = tl.arange(0, BLOCK_WIDTH)
+    """One row. IS_PUSHED: the last snapshot is of the launch before."""
+    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = columns < WIDTH
-    at = row * WIDTH + columns
-    mixed = tl.load(prefix + at, mask=inside, other=0.0).to(tl.float32)
+    norm = tl.load(norm_weight + columns, mask=inside, other=0.0)
+    if IS_PUSHED:
+        wait_for_previous()
     if SNAPSHOTS > 0:
-        weight = tl.load(mix_weight + columns, mask=inside, other=0.0)
-        own = _score(mixed, weight, eps, WIDTH)
-        top = own
-        for number in tl.static_range(SNAPSHOTS):
-            top = tl.maximum(top, tl.load(scores + row * MAX_SNAPSHOTS + number))
-        share = tl.exp(own - top)
-        total = share
-        mixed = mixed * share
-        for number in tl.static_range(SNAPSHOTS):
-            share = tl.exp(tl.load(scores + row * MAX_SNAPSHOTS + number) - top)
-            source = snapshots + (number * rows + row) * WIDTH + columns
-            mixed += tl.load(source, mask=inside, other=0.0).to(tl.float32) * share
-            total += share
-        mixed = round_bf16(mixed / total)
-    tl.store(mix_out + at, to_bf16(mixed), mask=inside)
-    scale = tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps)
-    normed = mixed * scale * tl.load(norm_weight + columns, mask=inside, other=0.0)
-    tl.store(norm_out + at, to_bf16(normed), mask=inside)
+        s = tl.arange(0, BLOCK_S)
+        sources = snapshots + (s[:, None] * rows + row) * WIDTH + columns
+        held = (s < SNAPSHOTS)[:, None] & inside
+        mix = tl.load(mix_weight + columns, mask=inside, other=0.0)
+        x = tl.load(sources, mask=held, other=0.0).to(tl.float32)
+        scores = tl.sum(x * mix, axis=1) * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
+        scores = tl.where(s < SNAPSHOTS, scores, float("-inf"))
+    # For a second time it costs nothing, and keeps the compiler from holding on to the snapshots.
+    wait_for_previous()
+    mixed = tl.load(prefix + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    if SNAPSHOTS > 0:
+        again = tl.load(sources, mask=held, other=0.0)
+        score = tl.sum(mixed * mix) * tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps)
+        top = tl.maximum(tl.max(scores, axis=0), score)
+        shares, share = tl.exp(scores - top), tl.exp(score - top)
+        # A thread has all sources of its columns.
+        summed = tl.sum(again.to(tl.float32) * shares[:, None], axis=0)[None, :] + mixed * share
+        mixed = round_bf16(summed / (tl.sum(shares, axis=0) + share))
+    out = row * WIDTH + columns
+    tl.store(mix_out + out, to_bf16(mixed), mask=inside)
+    normed = mixed * tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps) * norm
+    tl.store(norm_out + out, to_bf16(normed), mask=inside)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The interpreter multiplies the bits of bf16 numbers as integers, so there they become fp32 first.
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -55,6 +56,32 @@ def gated(gate, up, beta, bound, IS_SITU: tl.constexpr):
         return beta * tanh(gate / beta) * sigmoid(gate) * (bound * tanh(up / bound))
     else:
         return gate * sigmoid(gate) * up
+
+
+@triton.jit
+def wait_for_previous():
+    """Returns once the launch before this one is over, and lets the one after it begin to load.
+
+    For a launch that begins early (`Launch.begins_early`), and of no effect in others: every
+    program calls it before it reads what a launch writes, and before it writes anything.
+    """
+    if not IS_INTERPRETED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Has the lines of memory at these addresses brought into the second-level cache."""
+    if not IS_INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

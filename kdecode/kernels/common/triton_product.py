@@ -14,11 +14,21 @@ import triton.language as tl
 
 from kdecode.kernels.common.tile_table import choose
 from kdecode.kernels.common.triton_launch import divide_up, row_block
-from kdecode.kernels.common.triton_ops import dot_bf16, round_bf16, to_bf16
+from kdecode.kernels.common.triton_ops import (
+    dot_bf16,
+    prefetch,
+    round_bf16,
+    to_bf16,
+    wait_for_previous,
+)
 
 # Up to so many rows are multiplied without a tensor core, whose operands have at least 16.
 FEW_ROWS = 2
 _DOT_ROWS = 16
+# Before they wait for the last launch, programs of many rows have so many columns of their weights
+# fetched, a line of memory at a time.
+_EARLY_COLUMNS = tl.constexpr(2048)
+_LINE_COLUMNS = tl.constexpr(64)
 # Programs that keep the memory of a large GPU busy: about one for each of its processors.
 _ENOUGH_PROGRAMS = 128
 
@@ -69,23 +79,26 @@ def _few_scale(x, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """rsqrt(mean(x^2) + eps) of one row."""
     total = tl.zeros([1, BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        part = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        part = _line(x, start + tl.arange(0, BLOCK_K)[None, :], K, BLOCK_K).to(tl.float32)
         total += part * part
     return tl.rsqrt(tl.sum(total) / K + eps)
 
 
 @triton.jit
-def _few_inputs(x, k, scale, norm, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr):
-    """Input columns k [1, BLOCK_K] of one row, normalised where there is a norm; fp32."""
+def _line(x, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns k of a line of K, 0 behind its end; k is a block of BLOCK_K."""
     if K % BLOCK_K == 0:
-        part = tl.load(x + k).to(tl.float32)
-        if NORM:
-            part = round_bf16(part * scale * tl.load(norm + k))
+        return tl.load(x + k)
     else:
-        part = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-        if NORM:
-            part = round_bf16(part * scale * tl.load(norm + k, mask=k < K, other=0.0))
+        return tl.load(x + k, mask=k < K, other=0.0)
+
+
+@triton.jit
+def _inputs(part, k, scale, norm, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr):
+    """bf16 inputs of columns k in fp32, normalised where there is a norm."""
+    part = part.to(tl.float32)
+    if NORM:
+        part = round_bf16(part * scale * _line(norm, k, K, BLOCK_K))
     return part
 
 
@@ -104,26 +117,41 @@ def _product_few(
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """One or two rows. A thread keeps its inputs for all BLOCK_N columns; sums join at the end."""
+    """One or two rows. A thread keeps its inputs for all BLOCK_N columns; sums join at the end.
+
+    The next weights are loaded before the last ones are used, the first of all early.
+    """
+    lines = weight + n.to(tl.int64)[:, None] * K
+    k = begin + tl.arange(0, BLOCK_K)[None, :]
+    w = _line(lines, k, K, BLOCK_K)
+    wait_for_previous()
     scale0 = 1.0
     scale1 = 1.0
     if NORM:
         scale0 = _few_scale(x, eps, K, BLOCK_K)
         if BLOCK_R == 2:
             scale1 = _few_scale(x + K, eps, K, BLOCK_K)
-    lines = weight + n.to(tl.int64)[:, None] * K
+    x0 = _line(x, k, K, BLOCK_K)
+    x1 = x0
+    if BLOCK_R == 2:
+        x1 = _line(x + K, k, K, BLOCK_K)
     sum0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sum1 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        if K % BLOCK_K == 0:
-            w = tl.load(lines + k).to(tl.float32)
-        else:
-            w = tl.load(lines + k, mask=k < K, other=0.0).to(tl.float32)
-        sum0 += w * _few_inputs(x, k, scale0, norm, K, BLOCK_K, NORM)
+    for start in range(begin + BLOCK_K, end, BLOCK_K):
+        ahead = start + tl.arange(0, BLOCK_K)[None, :]
+        next_w = _line(lines, ahead, K, BLOCK_K)
+        next_x0 = _line(x, ahead, K, BLOCK_K)
+        sum0 += w.to(tl.float32) * _inputs(x0, k, scale0, norm, K, BLOCK_K, NORM)
         if BLOCK_R == 2:
-            sum1 += w * _few_inputs(x + K, k, scale1, norm, K, BLOCK_K, NORM)
+            next_x1 = _line(x + K, ahead, K, BLOCK_K)
+            sum1 += w.to(tl.float32) * _inputs(x1, k, scale1, norm, K, BLOCK_K, NORM)
+            x1 = next_x1
+        w = next_w
+        x0 = next_x0
+        k = ahead
+    sum0 += w.to(tl.float32) * _inputs(x0, k, scale0, norm, K, BLOCK_K, NORM)
     if BLOCK_R == 2:
+        sum1 += w.to(tl.float32) * _inputs(x1, k, scale1, norm, K, BLOCK_K, NORM)
         return tl.join(tl.sum(sum0, axis=1), tl.sum(sum1, axis=1))
     else:
         return tl.sum(sum0, axis=1)[:, None]
@@ -139,6 +167,13 @@ def _many_scale(x, eps, rows, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: t
         part = tl.load(x + r * K + k, mask=(r < rows) & (k < K), other=0.0).to(tl.float32)
         total += part * part
     return tl.rsqrt(tl.sum(total, axis=1) / K + eps)
+
+
+@triton.jit
+def _prefetch_early(lines, begin, K: tl.constexpr, EARLY: tl.constexpr, LINE: tl.constexpr):
+    """The first EARLY columns from ``begin`` on into the second-level cache, or what there is."""
+    at = begin + tl.arange(0, EARLY // LINE)[None, :] * LINE
+    prefetch(lines + tl.minimum(at, K - 1))
 
 
 @triton.jit
@@ -160,21 +195,21 @@ def _product_many(
     """W [BLOCK_N, BLOCK_K] times x^T [BLOCK_K, BLOCK_R] on the tensor cores."""
     r = tl.arange(0, BLOCK_R)[None, :]
     lines = weight + n.to(tl.int64)[:, None] * K
+    _prefetch_early(lines, begin, K, _EARLY_COLUMNS, _LINE_COLUMNS)
+    wait_for_previous()
     if NORM:
         scale = _many_scale(x, eps, rows, K, BLOCK_R, BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     for start in range(begin, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
         k = columns[:, None]
+        w = _line(lines, columns[None, :], K, BLOCK_K)
         if K % BLOCK_K == 0:
-            w = tl.load(lines + columns[None, :])
             part = tl.load(x + r * K + k, mask=r < rows, other=0.0)
         else:
-            w = tl.load(lines + columns[None, :], mask=columns[None, :] < K, other=0.0)
             part = tl.load(x + r * K + k, mask=(r < rows) & (k < K), other=0.0)
         if NORM:
-            share = tl.load(norm + k, mask=k < K, other=0.0)
-            part = to_bf16(part.to(tl.float32) * scale * share)
+            part = to_bf16(_inputs(part, k, scale, norm, K, BLOCK_K, NORM))
         acc = dot_bf16(w, part, acc)
     return acc
 
@@ -198,7 +233,7 @@ def product(
     """Columns n [BLOCK_N] of x [rows, K] W^T over inputs begin to end, [BLOCK_N, BLOCK_R] fp32.
 
     With NORM the inputs are RMSNorm(x; norm), rounded to bf16. No n may be outside of W; begin is a
-    multiple of BLOCK_K.
+    multiple of BLOCK_K. Weights are asked for before `wait_for_previous`, which is called here.
     """
     if BLOCK_R <= 2:
         return _product_few(x, weight, norm, eps, n, begin, end, K, BLOCK_R, BLOCK_N, BLOCK_K, NORM)

@@ -1,11 +1,7 @@
-"""dense_join: the end of a layer without experts, and what the next block reads.
+"""dense_join: the end of a layer without experts.
 
-    mlp_delta = bf16(down dense_product)                 the product is dense_up's
-    prefix    = bf16(prefix + mlp_delta)
-
-With few rows (`common/mix_norm.py: is_fused`) the program that ends last goes on with the mix and
-norm of the next layer's attention, or of the head, and the contract is
-``with_mix_norm(CONTRACT, place)``. Weights: `common/mix_norm.py: JoinWeights`.
+mlp_delta = bf16(down dense_product)                 the product is dense_up's
+prefix    = bf16(prefix + mlp_delta)
 """
 
 from __future__ import annotations

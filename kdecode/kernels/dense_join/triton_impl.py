@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kdecode.kernels.common.mix_norm import JoinWeights
+from typing import Any
+
 from kdecode.kernels.common.triton_join import prepare_join, refuse_plan_rows
 from kdecode.kernels.common.triton_launch import TritonStep
 from kdecode.kernels.contract import Buffers, Problem
@@ -13,12 +14,7 @@ def refuse(problem: Problem) -> list[str]:
     return refuse_plan_rows(problem)
 
 
-def prepare(problem: Problem, weights: JoinWeights, buffers: Buffers) -> TritonStep:
-    return prepare_join(
-        problem,
-        weights.layer.mlp.down,
-        weights.then,
-        buffers,
-        names=("dense_product", "mlp_delta"),
-        is_push=False,
-    )
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
+    """weights: a `PackedLayer` with matrices in "rows"."""
+    names = ("dense_product", "mlp_delta")
+    return prepare_join(problem, weights.mlp.down, buffers, names, is_push=False)

@@ -42,9 +42,9 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }
-    blocks = divide_up(width, tile.block_n)
+    grid = (divide_up(width, tile.block_n),)
     return TritonStep(
-        Launch(dense_up, (blocks,), arguments, constants, tile.warps, tile.stages),
+        Launch(dense_up, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
     )
 
 

@@ -45,7 +45,6 @@ def embed_norm(
     snapshots,
     mix_weight,
     norm_weight,
-    scores,
     mix_out,
     norm_out,
     eps,
@@ -54,7 +53,7 @@ def embed_norm(
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     SNAPSHOTS: tl.constexpr,
-    MAX_SNAPSHOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     row = tl.program_id(0)
     token = tl.load(row_token + row)
@@ -72,12 +71,12 @@ def embed_norm(
         snapshots,
         mix_weight,
         norm_weight,
-        scores,
         mix_out,
         norm_out,
         eps,
         WIDTH,
         BLOCK_WIDTH,
         SNAPSHOTS,
-        MAX_SNAPSHOTS,
+        BLOCK_S,
+        False,
     )

@@ -1,12 +1,10 @@
-"""moe_join: the end of a mixture of experts, and what the next block reads.
+"""moe_join: the end of a mixture of experts.
 
     routed    = bf16(latent_up RMSNorm(expert_sum; latent_norm))       expert_sum without latents
     shared    = bf16(shared_down shared_product)                       the product is moe_gate's
     mlp_delta = bf16(routed + shared);  prefix = bf16(prefix + mlp_delta)
 
-Without shared experts mlp_delta is routed. With few rows (`common/mix_norm.py: is_fused`) the
-program that ends last goes on with the mix and norm of the next layer's attention, or of the head,
-and the contract is ``with_mix_norm(CONTRACT, place)``. Weights: `common/mix_norm.py: JoinWeights`.
+Without shared experts mlp_delta is routed.
 """
 
 from __future__ import annotations

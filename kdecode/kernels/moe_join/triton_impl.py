@@ -9,19 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kdecode.kernels.common.mix_norm import JoinWeights
 from kdecode.kernels.common.triton_join import (
     add_residual,
-    finish_rows,
-    plan_join,
     plan_rows,
     refuse_plan_rows,
     row_major,
 )
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, tensor_for
-from kdecode.kernels.common.triton_mix import score_snapshot
-from kdecode.kernels.common.triton_ops import round_bf16, to_bf16
-from kdecode.kernels.common.triton_product import product, product_tile
+from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_ops import round_bf16, to_bf16, wait_for_previous
+from kdecode.kernels.common.triton_product import product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16 = torch.bfloat16
@@ -32,30 +28,36 @@ def refuse(problem: Problem) -> list[str]:
     return refuse_plan_rows(problem)
 
 
-def prepare(problem: Problem, weights: JoinWeights, buffers: Buffers) -> TritonStep:
-    """weights.layer: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its matrices in "rows"."""
-    config, rows, moe = problem.config, plan_rows(problem), weights.layer.mlp
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
+    """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its matrices in "rows"."""
+    config, rows, moe = problem.config, plan_rows(problem), weights.mlp
     width = config.hidden_size
     side = config.moe.latent_width or width
     tile = product_tile("moe_join", problem.arch, rows, width, side)
-    plan = plan_join(problem, weights.then, buffers, tile, is_push=False)
-    delta = buffers["mlp_delta"]
+    delta, prefix = buffers["mlp_delta"], buffers["prefix"]
     arguments = {
-        **plan.arguments,
         "expert_sum": tensor_for(buffers["expert_sum"], BF16, (rows, side), name="expert_sum"),
         "delta_out": tensor_for(delta, BF16, (rows, width), name="mlp_delta"),
+        "prefix": tensor_for(prefix, BF16, (rows, width), name="prefix"),
+        "eps": config.rms_eps,
+        "rows": rows,
         **_latents(problem, moe, buffers),
         **_shared(problem, moe, buffers),
     }
     constants = {
-        **plan.constants,
         "SIDE": side,
         "SHARED": config.moe.shared_width,
         "HAS_LATENTS": moe.latent_up is not None,
         "HAS_NORM": moe.latent_norm is not None,
+        "WIDTH": width,
+        "BLOCK_R": product_rows(rows),
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
     }
-    launch = Launch(moe_join, (plan.programs,), arguments, constants, tile.warps, tile.stages)
-    return TritonStep(launch)
+    grid = (divide_up(width, tile.block_n),)
+    return TritonStep(
+        Launch(moe_join, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
+    )
 
 
 def _latents(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
@@ -135,6 +137,7 @@ def _moe_delta(
         tl.store(routed + at, to_bf16(acc), mask=inside)
         delta = round_bf16(acc)
     else:
+        wait_for_previous()
         delta = tl.load(expert_sum + at, mask=inside, other=0.0).to(tl.float32)
     if SHARED > 0:
         acc = product(
@@ -168,85 +171,36 @@ def moe_join(
     shared,
     delta_out,
     prefix,
-    pushed,
-    snapshots,
-    mix_weight,
-    norm_weight,
-    scores,
-    mix_out,
-    norm_out,
-    counter,
     eps,
     rows,
     SIDE: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_LATENTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    SCORED: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PUSH: tl.constexpr,
-    FUSED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    SNAPSHOTS: tl.constexpr,
-    MAX_SNAPSHOTS: tl.constexpr,
 ):
-    """The first rows * SCORED programs score snapshots; the others have BLOCK_N columns each."""
-    program = tl.program_id(0)
-    block = program - rows * SCORED
-    if block < 0:
-        score_snapshot(
-            program % rows,
-            program // rows,
-            rows,
-            snapshots,
-            mix_weight,
-            scores,
-            eps,
-            WIDTH,
-            BLOCK_WIDTH,
-            MAX_SNAPSHOTS,
-        )
-    else:
-        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        delta = _moe_delta(
-            expert_sum,
-            latent_up,
-            latent_norm,
-            routed,
-            shared_product,
-            shared_down,
-            shared,
-            eps,
-            n,
-            rows,
-            SIDE,
-            SHARED,
-            HAS_LATENTS,
-            HAS_NORM,
-            WIDTH,
-            BLOCK_R,
-            BLOCK_N,
-            BLOCK_K,
-        )
-        add_residual(delta, n, rows, delta_out, prefix, pushed, WIDTH, BLOCK_R, PUSH)
-    if FUSED:
-        finish_rows(
-            counter,
-            rows,
-            prefix,
-            snapshots,
-            mix_weight,
-            norm_weight,
-            scores,
-            mix_out,
-            norm_out,
-            eps,
-            WIDTH,
-            BLOCK_WIDTH,
-            SNAPSHOTS,
-            MAX_SNAPSHOTS,
-            PUSH,
-        )
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    delta = _moe_delta(
+        expert_sum,
+        latent_up,
+        latent_norm,
+        routed,
+        shared_product,
+        shared_down,
+        shared,
+        eps,
+        n,
+        rows,
+        SIDE,
+        SHARED,
+        HAS_LATENTS,
+        HAS_NORM,
+        WIDTH,
+        BLOCK_R,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    add_residual(delta, n, rows, delta_out, prefix, prefix, WIDTH, BLOCK_R, False)

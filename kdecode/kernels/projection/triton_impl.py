@@ -53,7 +53,9 @@ def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> T
         "SPLIT": tile.split,
     }
     grid = (blocks, tile.split)
-    return TritonStep(Launch(projection, grid, arguments, constants, tile.warps, tile.stages))
+    return TritonStep(
+        Launch(projection, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
+    )
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""attn_join in Triton against the reference stages that it covers, with and without the mix."""
+"""attn_join in Triton against the reference stages that it covers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from join_cases import LAYERS, chain, join_use, mix_norm_use
 from triton_cases import Case, Chain, decode_step, k3_config, linear_config, make_case
 
-from kdecode.kernels.common.mix_norm import JoinWeights
 from kdecode.kernels.table import implementation
+
+CONTEXTS = [5, 0, 17, 3, 2, 9, 1, 4]
 
 
 @pytest.fixture(scope="module")
@@ -22,36 +23,26 @@ def linear() -> Case:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_with_the_mix_behind_it(k3: Case, rows: int, layer: int) -> None:
-    made = chain(k3, [join_use(k3, "attn_join", layer, "mlp")], rows)
-    made.check(decode_step([5, 0, 17][:rows]))
-    # The same launches with their counters as the run before left them.
-    made.check(decode_step([1, 2, 3][:rows], turn=1))
-
-
-@pytest.mark.parametrize("layer", [1, 2])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_with_the_mix_in_a_launch_of_its_own(k3: Case, rows: int, layer: int) -> None:
-    uses = [join_use(k3, "attn_join", layer, None), mix_norm_use(k3, "mlp", layer)]
-    made = chain(k3, uses, rows)
-    made.check(decode_step([5, 0, 17, 3, 2, 9, 1, 4][:rows]))
+    made = chain(k3, [join_use(k3, "attn_join", layer), mix_norm_use(k3, "mlp", layer)], rows)
+    made.check(decode_step(CONTEXTS[:rows]))
+    made.check(decode_step(CONTEXTS[::-1][:rows], turn=1))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("place", ["mlp", None])
-def test_without_attention_residuals(linear: Case, rows: int, place: str | None) -> None:
-    made = chain(linear, [join_use(linear, "attn_join", 3, place)], rows)
-    made.check(decode_step([5, 0, 17, 3][:rows]))
+def test_without_attention_residuals(linear: Case, rows: int) -> None:
+    made = chain(linear, [join_use(linear, "attn_join", 3), mix_norm_use(linear, "mlp", 3)], rows)
+    made.check(decode_step(CONTEXTS[:rows]))
 
 
 def test_sixty_four_rows(k3: Case) -> None:
-    uses = [join_use(k3, "attn_join", 2, None), mix_norm_use(k3, "mlp", 2)]
+    uses = [join_use(k3, "attn_join", 2), mix_norm_use(k3, "mlp", 2)]
     chain(k3, uses, 64).check(decode_step([1] * 64))
 
 
 def test_the_tiles_of_a_plan(k3: Case) -> None:
-    Chain(k3, [join_use(k3, "attn_join", 0, "mlp")], 1).check(decode_step([5]))
+    Chain(k3, [join_use(k3, "attn_join", 0)], 1).check(decode_step([5]))
 
 
 def test_rows_and_formats_that_it_refuses(k3: Case) -> None:
@@ -59,7 +50,7 @@ def test_rows_and_formats_that_it_refuses(k3: Case) -> None:
     assert module.refuse(k3.problem(1, 64)) == []
     (reason,) = module.refuse(k3.problem(1, 65))
     assert "1 to 64 rows; this has 65" in reason
-    made = Chain(k3, [join_use(k3, "attn_join", 1, None)], 2)
+    made = Chain(k3, [join_use(k3, "attn_join", 1)], 2)
     made.buffers["attn_out"] = torch.empty(2, 3, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"attn_out is torch.bfloat16 \[2, 3\]"):
-        module.prepare(k3.problem(1, 2), JoinWeights(k3.packed.layers[1]), made.buffers)
+        module.prepare(k3.problem(1, 2), k3.packed.layers[1], made.buffers)

@@ -11,18 +11,16 @@ CONTEXTS = [5, 0, 17, 3, 2, 9, 1, 4]
 
 
 @pytest.mark.parametrize("form", CONFIGS)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_with_the_mix_behind_it(form: str, rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
+def test_values(form: str, rows: int) -> None:
     case = make_case(CONFIGS[form]())
-    made = chain(case, [Use("dense_up", 0), join_use(case, "dense_join", 0, "attn")], rows)
-    made.check(decode_step(CONTEXTS[:rows]))
-    made.check(decode_step(CONTEXTS[::-1][:rows], turn=1))
-
-
-@pytest.mark.parametrize("form", CONFIGS)
-@pytest.mark.parametrize("rows", [1, 3, 8, 64])
-def test_with_the_mix_in_a_launch_of_its_own(form: str, rows: int) -> None:
-    case = make_case(CONFIGS[form]())
-    join = join_use(case, "dense_join", 0, None)
+    join = join_use(case, "dense_join", 0)
     made = chain(case, [Use("dense_up", 0), join, mix_norm_use(case, "attn", 0)], rows)
     made.check(decode_step([CONTEXTS[row % 4] for row in range(rows)]))
+
+
+def test_two_steps_of_one_plan() -> None:
+    case = make_case(k3_config())
+    made = chain(case, [Use("dense_up", 0), join_use(case, "dense_join", 0)], 2)
+    made.check(decode_step(CONTEXTS[:2]))
+    made.check(decode_step(CONTEXTS[2:4], turn=1))

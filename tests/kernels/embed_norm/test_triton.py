@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton_cases import (
@@ -16,7 +18,7 @@ from triton_cases import (
     verify_step,
 )
 
-from kdecode.kernels.common.mix_norm import MixNorm, mix_norm_of
+from kdecode.kernels.common.mix_norm import mix_norm_of
 from kdecode.kernels.embed_norm.op import EmbedWeights
 from kdecode.kernels.table import implementation
 
@@ -59,7 +61,7 @@ def test_an_unknown_token_is_nan_in_its_row_only() -> None:
 def test_snapshots_before_the_first_layer_are_a_mistake() -> None:
     case = make_case(k3_config())
     made, weights = Chain(case, [use_of(case)], 1), weights_of(case)
-    then = MixNorm(weights.then.mix, weights.then.norm, 1, weights.then.outputs)
+    then = replace(weights.then, num_snapshots=1)
     module = implementation("embed_norm", "triton")
     with pytest.raises(ValueError, match="1 snapshots before the first layer"):
         module.prepare(case.problem(0, 1), EmbedWeights(weights.table, then), made.buffers)

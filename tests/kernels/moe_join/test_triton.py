@@ -12,18 +12,13 @@ from join_cases import chain, join_use
 from torch import Tensor
 from triton_cases import DEVICE, Case, k3_config, linear_config, make_case, poison_buffers
 
-from kdecode.kernels.common.mix_norm import Place
 from kdecode.kernels.moe_join.op import CONTRACT
 from kdecode.model import reference as ref
 from kdecode.model.parameters import MoeParameters
 from kdecode.testing.compare import assert_close
 
-LAST = 4
 
-
-def expected_values(
-    case: Case, layer: int, place: Place | None, inputs: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def expected_values(case: Case, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The composition of the references, from `routed` and `shared` on."""
     config, p = case.config, case.parameters.layers[layer].mlp
     assert isinstance(p, MoeParameters)
@@ -34,63 +29,41 @@ def expected_values(
     if p.shared is not None:
         shared = ref.linear(inputs["shared_product"], p.shared.down_proj, ref.ROUNDED)
         values["shared"] = shared
-    prefix = values["prefix"] = ref.mlp_residual(inputs["prefix"], delta, shared, ref.ROUNDED)
-    if place is None:
-        return values
-    if place == "attn":
-        entry = case.parameters.layers[layer + 1]
-        weights, norm, names = entry.attn_mix, entry.input_norm, ("attn_mix", "attn_in")
-    else:
-        weights, norm = case.parameters.final_mix, case.parameters.norm
-        names = ("final_mix", "head_in")
-    snapshots = inputs["snapshots"][: config.snapshots_before(layer + 1)]
-    mixed = ref.mix(weights, prefix, snapshots, eps, ref.ROUNDED)
-    values[names[0]] = mixed
-    values[names[1]] = ref.rms_norm(mixed, norm, eps, ref.ROUNDED)
+    values["prefix"] = ref.mlp_residual(inputs["prefix"], delta, shared, ref.ROUNDED)
     return values
 
 
-def check(case: Case, layer: int, rows: int, place: Place | None, turns: int = 2) -> None:
-    made = chain(case, [join_use(case, "moe_join", layer, place)], rows)
+def check(case: Case, layer: int, rows: int, turns: int = 2) -> None:
+    made = chain(case, [join_use(case, "moe_join", layer)], rows)
     for turn in range(turns):
         poison_buffers(made.buffers)
         generator = torch.Generator().manual_seed(turn)
         inputs = {}
-        for name in ("expert_sum", "shared_product", "prefix", "snapshots"):
-            if name not in made.buffers:
-                inputs[name] = torch.empty(0, rows, case.config.hidden_size)
-                continue
-            drawn = torch.randn(made.buffers[name].shape, generator=generator).bfloat16()
-            if name == "snapshots":
-                # Those of the layers above are not there yet.
-                drawn[case.config.snapshots_before(layer + 1) :] = float("nan")
-            inputs[name] = drawn
-            made.buffers[name].copy_(drawn.to(DEVICE))
+        for name in ("expert_sum", "shared_product", "prefix"):
+            if name in made.buffers:
+                drawn = torch.randn(made.buffers[name].shape, generator=generator)
+                inputs[name] = drawn.bfloat16()
+                made.buffers[name].copy_(inputs[name].to(DEVICE))
         made.prepared[0].run()
-        for name, wanted in expected_values(case, layer, place, inputs).items():
+        for name, wanted in expected_values(case, layer, inputs).items():
             assert_close(made.buffers[name].cpu(), wanted, CONTRACT.tolerance, name)
 
 
-@pytest.mark.parametrize("place", ["attn", None])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
-def test_values(rows: int, place: Place | None) -> None:
-    check(make_case(k3_config()), 2, rows, place)
-
-
-def test_before_the_head() -> None:
-    check(make_case(k3_config()), LAST, 2, "final")
+def test_values(rows: int) -> None:
+    check(make_case(k3_config()), 2, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_latents_without_a_norm(rows: int) -> None:
-    check(make_case(k3_config(has_latent_norm=False)), 3, rows, "attn", turns=1)
+    check(make_case(k3_config(has_latent_norm=False)), 3, rows, turns=1)
 
 
 @pytest.mark.parametrize("num_shared", [0, 1])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_experts_at_the_model_width(rows: int, num_shared: int) -> None:
-    check(make_case(linear_config(num_shared=num_shared)), 2, rows, "attn", turns=1)
+    check(make_case(linear_config(num_shared=num_shared)), 2, rows, turns=1)
 
 
 def test_sixty_four_rows() -> None:
-    check(make_case(k3_config()), 2, 64, None, turns=1)
+    check(make_case(k3_config()), 2, 64, turns=1)
