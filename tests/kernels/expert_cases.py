@@ -65,13 +65,13 @@ class Mixture:
         )
 
     def run(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """All buffers, on the host."""
+        """Copies of all buffers, on the host."""
         poison_buffers(self.buffers)
         for name, value in inputs.items():
             self.buffers[name].copy_(value)
         for step in self._steps:
             step.run()
-        return {name: tensor.cpu() for name, tensor in self.buffers.items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.buffers.items()}
 
     @property
     def parameters(self) -> MoeParameters:
