@@ -12,18 +12,20 @@ import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdecode.commands.common import InputError, ProgressBar, check_output_file, positive, write_json
 from kdecode.commands.launches import own_servers, recipe_servers
 
 if TYPE_CHECKING:
     from kdecode.bench.machine import Machine
+    from kdecode.bench.quality.run import QualityComparison
     from kdecode.bench.serving.client import Client
     from kdecode.bench.serving.launch import Launch
     from kdecode.bench.serving.protocol import Design, ServedComparison
     from kdecode.bench.workloads.types import Workload
 
+Found = TypeVar("Found")
 # Where a server does not tell the size of its vocabulary.
 _TOKEN_IDS = "1000-20000"
 # Of a K3 vocabulary, at its end: tokens that are no text.
@@ -100,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write report.html, report.md, comparison.json, requests.jsonl and exports to DIR",
     )
+    _add_task_arguments(parser)
     group.add_argument(
         "--ratio",
         nargs=2,
@@ -108,8 +111,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "graded tasks of two servers", "instead of their speed; exit code 4 where grades differ"
+    )
+    group.add_argument(
+        "--task",
+        action="append",
+        metavar="NAME=FILE",
+        help="aime25, gpqa-diamond or mrcr, from a file that you have; mrcr alone makes its items",
+    )
+    group.add_argument("--task-limit", type=positive, metavar="N", help="the first items only")
+    group.add_argument("--task-max-tokens", type=positive, default=32768, metavar="N")
+    group.add_argument("--task-temperature", type=float, default=0.0, metavar="T")
+    group.add_argument("--task-repeats", type=positive, default=1, metavar="K", help="for avg@K")
+
+
 def is_asked_for(args: argparse.Namespace) -> bool:
-    given = (args.url_a, args.url_b, args.ratio, args.recipe)
+    given = (args.url_a, args.url_b, args.ratio, args.recipe, args.task)
     return args.serve or any(value is not None for value in given)
 
 
@@ -148,6 +167,8 @@ def _measure(args: argparse.Namespace) -> int:
         check_output_file(args.json)
     if args.out is not None:
         _check_folder(args.out)
+    if args.task is not None:
+        return _grade(args, launches)
     design = _design(args)
     clients = _clients(args)
     bar = ProgressBar()
@@ -161,6 +182,44 @@ def _measure(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(document_of(comparison, machine), args.json)
     return comparison.exit_code
+
+
+def _grade(args: argparse.Namespace, launches: tuple[Launch, ...]) -> int:
+    from kdecode.bench.quality.items import TaskError, load_task
+    from kdecode.bench.quality.run import Asking, NoGradesError, compare_quality, render
+    from kdecode.bench.serving.launch import launched
+    from kdecode.bench.tables import plain
+    from kdecode.bench.verdicts import EXIT_CODES
+
+    try:
+        tasks = [load_task(text, args.seed, args.task_limit) for text in args.task]
+        asking = Asking(
+            max_tokens=args.task_max_tokens,
+            temperature=args.task_temperature,
+            repeats=args.task_repeats,
+            concurrency=args.concurrency or 1,
+            seed=args.seed,
+        )
+    except (TaskError, ValueError) as error:
+        raise InputError(str(error)) from error
+    clients, bar = _clients(args), ProgressBar()
+
+    async def ask() -> QualityComparison:
+        async with AsyncExitStack() as servers:
+            for launch in launches:
+                bar.message(f"starting {launch.name}", launch.url)
+                await servers.enter_async_context(launched(launch))
+            return await compare_quality(*clients, tasks, asking, bar.message)
+
+    try:
+        found = run_loop(ask())
+    except NoGradesError as error:
+        raise InputError(str(error)) from error
+    bar.clear()
+    print(render(found), end="", file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.json is not None:
+        write_json(plain(found), args.json)
+    return EXIT_CODES["outputs differ"] if found.differs else 0
 
 
 def _check_folder(path: str) -> None:
@@ -200,8 +259,8 @@ def _launches(args: argparse.Namespace) -> tuple[Launch, ...]:
     return launches
 
 
-def run_loop(main: Coroutine[Any, Any, ServedComparison]) -> ServedComparison:
-    """Runs the comparison; what the servers or their addresses did wrong is bad input."""
+def run_loop(main: Coroutine[Any, Any, Found]) -> Found:
+    """Runs a comparison; what the servers or their addresses did wrong is bad input."""
     from kdecode.bench.serving.http import HttpError
     from kdecode.bench.serving.launch import LaunchError
 

@@ -175,7 +175,9 @@ class MockServer:
     ) -> dict[str, Any]:
         words = [self.words.get(i, f"t{i} ") for i in positions]
         text = "".join(words)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if is_last else None}
+        is_cut = positions.stop == body["max_tokens"]
+        reason = "length" if is_cut else "stop"
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason if is_last else None}
         if is_chat:
             choice["delta"] = {self.channel: text}
         else:

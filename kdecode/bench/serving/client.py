@@ -57,6 +57,7 @@ class Client:
     model: str | None = None
     api_key: str | None = None
     ignore_eos: bool = True
+    temperature: float = 0.0
     seed: int = 0
     timeout_s: float = 600.0
 
@@ -107,7 +108,7 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "max_tokens": request.max_tokens,
-            "temperature": 0,
+            "temperature": self.temperature,
             "seed": self.seed,
         }
         if self.model is not None:
