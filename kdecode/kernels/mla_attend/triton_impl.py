@@ -36,10 +36,9 @@ class Tile:
 
 def tile(lanes: int, kv_rank: int, cache_dtype: str, arch: str) -> Tile:
     """The tile of requests of so many lanes."""
-    block_m = min(64, max(16, triton.next_power_of_2(lanes)))
-    if cache_dtype == "fp8":
-        # Rows that are widened in registers leave no room for the sums of more lanes.
-        block_m = 16
+    # Wherever 64 lanes would spill registers: with rows that are widened in them, and on Blackwell.
+    most = 16 if cache_dtype == "fp8" else 64 if arch in ("", "sm_90") else 32
+    block_m = min(most, max(16, triton.next_power_of_2(lanes)))
     # Three stages are two rounds in memory: one is read while the other is multiplied.
     default = Tile(block_m, block_t=32 if block_m > 16 else 64, warps=8, stages=3)
     return choose("mla_attend", arch, f"{lanes} x {kv_rank}, {cache_dtype}", default)

@@ -44,7 +44,7 @@ def tile(rows: int, heads_width: int, rank: int, arch: str) -> Tile:
     block_n = 8 if few else 16
     while block_n < 64 and divide_up(heads_width, 2 * block_n) >= _PROGRAMS:
         block_n *= 2
-    most = 512 if few else 128
+    most = 512 if few else 128 if block_r <= 16 else 64
     block_k = min(most, triton.next_power_of_2(rank))
     default = Tile(block_n, max(16, block_k), warps=4, stages=1 if few else 3)
     return choose("mla_query_up", arch, f"rows {block_r}, {heads_width} x {rank}", default)
