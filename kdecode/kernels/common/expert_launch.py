@@ -24,8 +24,9 @@ BF16 = torch.bfloat16
 PAIR_ROWS = 4
 # Pairs of one expert that a program multiplies at a time in a plan's steps of more rows.
 TILE_ROWS = 16
-# Numbers of a pair's tile that one program holds: 128 bytes of them a thread.
-_CODED_TILE, _BF16_TILE = 1 << 15, 1 << 13
+# Numbers of a pair's tile that a warp holds: 128 bytes of them a thread.
+_CODED_WARP, _BF16_WARP = 1 << 13, 1 << 11
+_MOST_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,13 @@ def pair_tile(
     kernel: str, arch: str, inner: int, columns: int, is_coded: bool, slots: int = 1
 ) -> ExpertTile:
     """Of kernels of pairs. slots: experts that one program has at a time."""
-    size, widest = (_CODED_TILE, 4096) if is_coded else (_BF16_TILE, 1024)
+    warp, widest = (_CODED_WARP, 4096) if is_coded else (_BF16_WARP, 1024)
     block_k = _power_above(inner, 32, widest if slots == 1 else 1024)
-    block_n = max(2, min(16 if slots == 1 else 64, size // (block_k * slots)))
-    default = ExpertTile(block_n, block_k, warps=4, stages=2)
+    block_n = 8
+    while block_n > 2 and block_n * block_k * slots > _MOST_WARPS * warp:
+        block_n //= 2
+    warps = max(4, min(_MOST_WARPS, block_n * block_k * slots // warp))
+    default = ExpertTile(block_n, block_k, warps, stages=2)
     return choose(kernel, arch, f"pairs, {_shape(inner, columns, is_coded)}", default)
 
 
@@ -91,7 +95,8 @@ def grouped_tile(
     block_k = 128
     while block_k > MXFP4_GROUP and inner % block_k:
         block_k //= 2
-    default = ExpertTile(64, block_k, warps=4, stages=3)
+    # Larger tiles have fewer programs a processor, and less room for copies that run ahead.
+    default = ExpertTile(64, block_k, warps=4, stages=4 if rows <= 2 * TILE_ROWS else 3)
     return choose(kernel, arch, f"rows {rows}, {_shape(inner, columns, is_coded)}", default)
 
 
