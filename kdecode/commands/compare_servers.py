@@ -1,6 +1,6 @@
 """`kdecode compare` of two servers: those behind two URLs, or two that it starts itself.
 
-Owns the flags of a comparison of servers and what they mean together; the comparison is
+Owns the flags, the run and what is written; what flags mean is `compare_design`'s, the comparison
 `kdecode.bench.serving`'s.
 """
 
@@ -15,22 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdecode.commands.common import InputError, ProgressBar, check_output_file, positive, write_json
-from kdecode.commands.launches import own_servers, recipe_servers
+from kdecode.commands.compare_design import clients_of, design_of, launches_of, workload_of
 
 if TYPE_CHECKING:
     from kdecode.bench.machine import Machine
-    from kdecode.bench.quality.run import QualityComparison
     from kdecode.bench.serving.client import Client
     from kdecode.bench.serving.launch import Launch
-    from kdecode.bench.serving.protocol import Design, ServedComparison
-    from kdecode.bench.workloads.types import Workload
+    from kdecode.bench.serving.protocol import Design
+    from kdecode.bench.serving.sweep import SweepPoint
 
 Found = TypeVar("Found")
-# Where a server does not tell the size of its vocabulary.
-_TOKEN_IDS = "1000-20000"
-# Of a K3 vocabulary, at its end: tokens that are no text.
-_SPECIAL_TOKENS = 256
-_SECONDS = 1e-3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rate", type=float, metavar="R", help="open loop of R sessions a second, Poisson"
     )
+    group.add_argument(
+        "--sweep-concurrency",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="a comparison for each, and one table and page of all",
+    )
+    group.add_argument("--sweep-prompt-tokens", type=positive, nargs="+", metavar="N")
     group.add_argument(
         "--no-null", action="store_true", help="leave out the null run of A against itself"
     )
@@ -102,29 +104,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write report.html, report.md, comparison.json, requests.jsonl and exports to DIR",
     )
-    _add_task_arguments(parser)
+    from kdecode.commands import compare_tasks
+
+    compare_tasks.add_arguments(parser)
     group.add_argument(
         "--ratio",
         nargs=2,
         metavar=("ONE.json", "TWO.json"),
         help="the ratio of arm a of ONE and arm b of TWO; refused unless they are one comparison",
     )
-
-
-def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "graded tasks of two servers", "instead of their speed; exit code 4 where grades differ"
-    )
-    group.add_argument(
-        "--task",
-        action="append",
-        metavar="NAME=FILE",
-        help="aime25, gpqa-diamond or mrcr, from a file that you have; mrcr alone makes its items",
-    )
-    group.add_argument("--task-limit", type=positive, metavar="N", help="the first items only")
-    group.add_argument("--task-max-tokens", type=positive, default=32768, metavar="N")
-    group.add_argument("--task-temperature", type=float, default=0.0, metavar="T")
-    group.add_argument("--task-repeats", type=positive, default=1, metavar="K", help="for avg@K")
 
 
 def is_asked_for(args: argparse.Namespace) -> bool:
@@ -161,65 +149,64 @@ def _measure(args: argparse.Namespace) -> int:
     from kdecode.bench.machine import read_machine
     from kdecode.bench.serving.report import render
     from kdecode.bench.serving.stored import document_of
+    from kdecode.bench.serving.sweep import render_sweep
+    from kdecode.commands import compare_tasks
 
-    launches = _launches(args)
+    points = _points(args)
+    launches = launches_of(args)
     if args.json is not None:
         check_output_file(args.json)
     if args.out is not None:
         _check_folder(args.out)
     if args.task is not None:
-        return _grade(args, launches)
-    design = _design(args)
-    clients = _clients(args)
+        return compare_tasks.grade(args, launches)
+    designs = [design_of(point) for point in points]
     bar = ProgressBar()
-    comparison = run_loop(_compare(args, launches, clients, design, bar))
+    found = run_loop(_compare(points, launches, clients_of(args), designs, bar))
     bar.clear()
     machine = read_machine()
     report = sys.stderr if args.json == "-" else sys.stdout
-    print(render(comparison, machine), end="", file=report)
+    for one in found:
+        print(render(one.comparison, machine), end="", file=report)
+    if _is_sweep(args):
+        print("\n" + render_sweep(found), end="", file=report)
     if args.out is not None:
-        _write_folder(args.out, comparison, machine)
+        _write_folders(args, found, machine)
     if args.json is not None:
-        write_json(document_of(comparison, machine), args.json)
-    return comparison.exit_code
+        documents = [document_of(one.comparison, machine) for one in found]
+        write_json(documents if _is_sweep(args) else documents[0], args.json)
+    return max(one.comparison.exit_code for one in found)
 
 
-def _grade(args: argparse.Namespace, launches: tuple[Launch, ...]) -> int:
-    from kdecode.bench.quality.items import TaskError, load_task
-    from kdecode.bench.quality.run import Asking, NoGradesError, compare_quality, render
-    from kdecode.bench.serving.launch import launched
-    from kdecode.bench.tables import plain
-    from kdecode.bench.verdicts import EXIT_CODES
+def _is_sweep(args: argparse.Namespace) -> bool:
+    return args.sweep_concurrency is not None or args.sweep_prompt_tokens is not None
 
-    try:
-        tasks = [load_task(text, args.seed, args.task_limit) for text in args.task]
-        asking = Asking(
-            max_tokens=args.task_max_tokens,
-            temperature=args.task_temperature,
-            repeats=args.task_repeats,
-            concurrency=args.concurrency or 1,
-            seed=args.seed,
+
+def _points(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The flags of each comparison; those of servers that are started hold for all of them."""
+    if not _is_sweep(args):
+        return [args]
+    if args.workload is not None or args.agentic or args.rate is not None or args.own_times:
+        raise InputError("a sweep is over made requests of fixed lengths, in a closed loop.")
+    if args.recipe is not None or args.task is not None:
+        raise InputError("a sweep has neither a recipe nor tasks.")
+    concurrencies = args.sweep_concurrency or [args.concurrency or 1]
+    lengths = args.sweep_prompt_tokens or [args.prompt_tokens]
+    args.concurrency, args.prompt_tokens = max(concurrencies), max(lengths)
+    shared = vars(args)
+    return [
+        argparse.Namespace(
+            **{
+                **shared,
+                "concurrency": concurrency,
+                "prompt_tokens": length,
+                # So many that all of them are busy.
+                "prompts": max(args.prompts, 2 * concurrency),
+            }
         )
-    except (TaskError, ValueError) as error:
-        raise InputError(str(error)) from error
-    clients, bar = _clients(args), ProgressBar()
-
-    async def ask() -> QualityComparison:
-        async with AsyncExitStack() as servers:
-            for launch in launches:
-                bar.message(f"starting {launch.name}", launch.url)
-                await servers.enter_async_context(launched(launch))
-            return await compare_quality(*clients, tasks, asking, bar.message)
-
-    try:
-        found = run_loop(ask())
-    except NoGradesError as error:
-        raise InputError(str(error)) from error
-    bar.clear()
-    print(render(found), end="", file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(plain(found), args.json)
-    return EXIT_CODES["outputs differ"] if found.differs else 0
+        for length in lengths
+        for concurrency in concurrencies
+    ]
 
 
 def _check_folder(path: str) -> None:
@@ -230,33 +217,23 @@ def _check_folder(path: str) -> None:
         raise InputError(f"the folder {path} cannot be made: {error.strerror}") from error
 
 
-def _write_folder(path: str, comparison: ServedComparison, machine: Machine) -> None:
+def _write_folders(args: argparse.Namespace, found: list[SweepPoint], machine: Machine) -> None:
+    """One folder, or in a sweep one for each point and a page of all."""
     from kdecode.bench.serving.folder import write_folder
+    from kdecode.bench.serving.sweep import render_sweep_html
 
+    folder = Path(args.out)
     try:
-        written = write_folder(Path(path), comparison, machine)
+        if not _is_sweep(args):
+            write_folder(folder, found[0].comparison, machine)
+        else:
+            for one in found:
+                name = f"{one.concurrency}-at-a-time-{one.prompt_tokens}-prompt-tokens"
+                write_folder(folder / name, one.comparison, machine)
+            (folder / "sweep.html").write_text(render_sweep_html(found), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"the folder {path} cannot be written: {error}") from error
-    print(f"wrote {len(written)} files to {path}", file=sys.stderr)
-
-
-def _launches(args: argparse.Namespace) -> tuple[Launch, ...]:
-    """Servers to start; their addresses, and what a recipe says, go into `args`."""
-    has_urls = args.url_a is not None or args.url_b is not None
-    if args.serve + (args.recipe is not None) + has_urls > 1:
-        raise InputError("--serve, --recipe and --url-a with --url-b exclude each other.")
-    launches: tuple[Launch, ...] = ()
-    if not args.serve and (args.model is not None or args.speculative_config is not None):
-        raise InputError("MODEL and --speculative-config are the servers' own; leave them out.")
-    if args.serve:
-        launches = own_servers(args)
-    elif args.recipe is not None:
-        launches = recipe_servers(args)
-    if launches:
-        args.url_a, args.url_b = (launch.url for launch in launches)
-    if args.url_a is None or args.url_b is None:
-        raise InputError("a comparison of servers needs both --url-a and --url-b.")
-    return launches
+        raise InputError(f"the folder {folder} cannot be written: {error}") from error
+    print(f"reports are in {folder}", file=sys.stderr)
 
 
 def run_loop(main: Coroutine[Any, Any, Found]) -> Found:
@@ -271,102 +248,24 @@ def run_loop(main: Coroutine[Any, Any, Found]) -> Found:
 
 
 async def _compare(
-    args: argparse.Namespace,
+    points: list[argparse.Namespace],
     launches: tuple[Launch, ...],
     clients: tuple[Client, Client],
-    design: Design,
+    designs: list[Design],
     bar: ProgressBar,
-) -> ServedComparison:
+) -> list[SweepPoint]:
+    """Each comparison in turn, on the same servers."""
     from kdecode.bench.serving.launch import launched
     from kdecode.bench.serving.protocol import compare_servers
+    from kdecode.bench.serving.sweep import SweepPoint
 
+    found = []
     async with AsyncExitStack() as servers:
         for launch in launches:
             bar.message(f"starting {launch.name}", launch.url)
             await servers.enter_async_context(launched(launch))
-        workload = await _workload(args, clients[0])
-        return await compare_servers(*clients, workload, design, bar.message)
-
-
-def _design(args: argparse.Namespace) -> Design:
-    from kdecode.bench.serving.load import Load
-    from kdecode.bench.serving.protocol import Design
-    from kdecode.bench.serving.summary import Limits
-    from kdecode.bench.workloads.types import WorkloadError
-
-    limits = [args.good_ttft_ms, args.good_tpot_ms, args.good_e2e_ms]
-    is_open = args.rate is not None or args.own_times
-    closed = args.concurrency or (None if is_open else 1)
-    try:
-        return Design(
-            load=Load(concurrency=closed, rate=args.rate, speed=args.speed, seed=args.seed),
-            blocks=args.blocks,
-            has_null=not args.no_null,
-            order=args.order,
-            cache=args.cache,
-            near_tie=args.near_tie_nats,
-            limits=Limits(*(None if v is None else v * _SECONDS for v in limits)),
-            seed=args.seed,
-        )
-    except (ValueError, WorkloadError) as error:
-        raise InputError(str(error)) from error
-
-
-def _clients(args: argparse.Namespace) -> tuple[Client, Client]:
-    from kdecode.bench.serving.client import Client
-    from kdecode.bench.serving.http import HttpError, Target
-
-    made = []
-    for name, url, model in (("a", args.url_a, args.model_a), ("b", args.url_b, args.model_b)):
-        try:
-            target = Target.from_url(url)
-        except HttpError as error:
-            raise InputError(str(error)) from error
-        made.append(
-            Client(
-                name,
-                target,
-                model=model,
-                api_key=args.api_key,
-                seed=args.seed,
-                timeout_s=args.timeout,
-            )
-        )
-    return made[0], made[1]
-
-
-async def _workload(args: argparse.Namespace, client: Client) -> Workload:
-    from kdecode.bench.serving.http import fetch_json
-    from kdecode.bench.workloads.types import WorkloadError
-
-    text = args.token_ids
-    if text is None:
-        info = await fetch_json(client.target, "/tokenizer_info", headers=client.headers)
-        size = (info or {}).get("vocab_size")
-        is_known = isinstance(size, int) and size > _SPECIAL_TOKENS
-        text = f"0-{size - _SPECIAL_TOKENS}" if is_known else _TOKEN_IDS
-    try:
-        return _made_or_read(args, text)
-    except WorkloadError as error:
-        raise InputError(str(error)) from error
-
-
-def _made_or_read(args: argparse.Namespace, token_ids: str) -> Workload:
-    """Raises WorkloadError."""
-    from kdecode.bench.workloads.files import ReadSettings, read_workload
-    from kdecode.bench.workloads.synthetic import AgentShape, TokenRange, agentic, fixed
-
-    tokens = TokenRange.from_text(token_ids)
-    if args.workload is not None:
-        settings = ReadSettings(
-            tokens=tokens,
-            seed=args.seed,
-            sessions=args.sessions,
-            max_pause_s=args.max_pause,
-            reply_mode="live" if args.live_replies else "recorded",
-            max_tokens=args.output_tokens,
-        )
-        return read_workload(Path(args.workload), settings, args.workload_format)
-    if args.agentic:
-        return agentic(AgentShape(sessions=args.sessions or 10), tokens, args.seed)
-    return fixed(args.prompts, args.prompt_tokens, args.output_tokens, tokens, args.seed)
+        for args, design in zip(points, designs, strict=True):
+            workload = await workload_of(args, clients[0])
+            comparison = await compare_servers(*clients, workload, design, bar.message)
+            found.append(SweepPoint(args.concurrency or 1, args.prompt_tokens, comparison))
+    return found

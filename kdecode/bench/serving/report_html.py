@@ -36,13 +36,18 @@ def render_html(comparison: ServedComparison, machine: Machine) -> str:
         _lines("What was measured", report.header_lines(comparison, machine)),
         _formulas(),
     ]
+    return page(title, style, "".join(sections))
+
+
+def page(title: str, style: str, content: str) -> str:
+    """A document that may load nothing at all."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'\">"
         f"<title>{escape(title)}</title><style>{style}</style></head>"
-        f"<body><main>{''.join(sections)}</main></body></html>\n"
+        f"<body><main>{content}</main></body></html>\n"
     )
 
 
