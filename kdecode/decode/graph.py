@@ -9,6 +9,7 @@ know ops.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +42,16 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.handle)
+            # What other threads do with the device meanwhile is no part of it, and no error.
+            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             try:
                 run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # The error says more than that of a recording which has been broken off.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
 

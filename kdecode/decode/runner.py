@@ -230,8 +230,9 @@ class StepRunner:
 
     def _run_plan(self, plan: DecodePlan, batch: StepBatch) -> torch.Tensor:
         load_inputs(plan, batch)
-        # The native pool owns the cores meanwhile; torch's own threads would only fight it.
-        torch.set_num_threads(1)
+        if self.engine.device == "cpu":
+            # The native pool owns the cores meanwhile; torch's own threads would only fight it.
+            torch.set_num_threads(1)
         self._launch(plan)
         return plan.buffers["logits"].clone()
 

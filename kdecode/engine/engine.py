@@ -247,6 +247,7 @@ class LLM:
             ],
             "prefill_steps": runner.stats.prefill_steps,
             "coverage": runner.stats.coverage,
+            "recorded_steps": runner.stats.recorded_steps,
             "waiting": self._loop.scheduler.num_waiting,
             "running": self._loop.scheduler.num_running,
             "preemptions": self._loop.scheduler.num_preemptions,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from native_cases import FP8_SCALE, PAGE_TOKENS, Loaded, fill, make_requests
+from triton_cases import k3_config, linear_config
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
@@ -20,6 +21,19 @@ from kdecode.decode.plan import DecodePlan
 from kdecode.decode.verify import copy_caches
 from kdecode.kernels.contract import PlanMemory
 from kdecode.testing.poison import poison_
+
+
+def _short(config: ModelConfig) -> ModelConfig:
+    """A KDA layer with a dense MLP, a KDA and an MLA layer with experts."""
+    return replace(config, layer_kinds=("kda", "kda", "mla"), mlp_kinds=("dense", "moe", "moe"))
+
+
+_SMALL = {"num_experts": 6, "top_k": 2, "expert_width": 32}
+# Each kind of layer once; quick in the interpreter.
+CONFIGS = {
+    "k3": _short(k3_config(**_SMALL, latent_width=64)),
+    "linear": _short(linear_config(**_SMALL)),
+}
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_CONTEXT = 256

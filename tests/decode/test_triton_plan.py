@@ -9,9 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cuda_cases import DEVICE, Twins, build, decode_batch, deployment, poison, verify_batch
+from cuda_cases import (
+    CONFIGS,
+    DEVICE,
+    Twins,
+    build,
+    decode_batch,
+    deployment,
+    poison,
+    verify_batch,
+)
 from native_cases import Loaded
-from triton_cases import k3_config, linear_config, make_case
+from triton_cases import make_case
 
 from kdecode.cache.batch import StepBatch
 from kdecode.config import ModelConfig
@@ -25,18 +34,6 @@ from kdecode.kernels.contract import PlanMemory
 from kdecode.model.layout import to_device
 from kdecode.model.outline import outline_model
 from kdecode.testing.compare import bit_equal
-
-
-def _short(config: ModelConfig) -> ModelConfig:
-    """A KDA layer with a dense MLP, a KDA and an MLA layer with experts."""
-    return replace(config, layer_kinds=("kda", "kda", "mla"), mlp_kinds=("dense", "moe", "moe"))
-
-
-SMALL = {"num_experts": 6, "top_k": 2, "expert_width": 32}
-CONFIGS = {
-    "k3": _short(k3_config(**SMALL, latent_width=64)),
-    "linear": _short(linear_config(**SMALL)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +124,20 @@ def _launched(config: ModelConfig, rows: int) -> list[str]:
     return [f"{step.op} {step.layers[0]}" for step in plan.steps]
 
 
-def test_joins_of_few_rows_go_on_with_the_next_block() -> None:
-    few, many = _launched(CONFIGS["k3"], 1), _launched(CONFIGS["k3"], 9)
-    assert [name for name in many if not name.startswith("mix_norm")] == few
-    assert len(many) == len(few) + 2 * len(CONFIGS["k3"].layer_kinds)
-    kda = ["projection 1", "kda_core 1", "attn_join 1"]
-    mla = ["projection 2", "mla_query_up 2", "mla_query 2", "mla_attend 2", "mla_value 2"]
+@pytest.mark.parametrize("rows", [1, 64])
+def test_launches_of_each_kind_of_layer(rows: int) -> None:
+    """The published path has 13 launches of either kind with a mixture of experts."""
+    dense = ["dense_up {0}", "dense_join {0}"]
     moe = ["moe_gate {0}", "expert_up {0}", "expert_down {0}", "moe_join {0}"]
-    assert few == [
+    kda = ["projection {0}", "kda_core {0}", "attn_join {0}", "mix_norm {0}"]
+    query = ["projection {0}", "mla_query_up {0}", "mla_query {0}"]
+    mla = [*query, "mla_attend {0}", "mla_value {0}", "attn_join {0}", "mix_norm {0}"]
+    assert _launched(CONFIGS["k3"], rows) == [
         "embed_norm None",
-        *("projection 0", "kda_core 0", "attn_join 0", "dense_up 0", "dense_join 0"),
-        *kda,
-        *(name.format(1) for name in moe),
-        *mla,
-        "attn_join 2",
-        *(name.format(2) for name in moe),
+        *(name.format(0) for name in (*kda, *dense)),
+        *(name.format(1) for name in ("mix_norm {0}", *kda, *moe)),
+        *(name.format(2) for name in ("mix_norm {0}", *mla, *moe)),
+        "mix_norm None",
         "projection None",
     ]
 
