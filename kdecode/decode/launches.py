@@ -28,7 +28,8 @@ _TILE_NAMES = ("BLOCK", "SPLIT")
 class LaunchLine:
     """One launch of a plan. layer: of its first stage. tile: what the kernel's constants choose.
 
-    compiled: what a program takes; None where nothing was compiled.
+    begins_early: while the launch before it runs. compiled: what a program takes; None where
+    nothing was compiled.
     """
 
     layer: int | None
@@ -38,6 +39,7 @@ class LaunchLine:
     grid: tuple[int, ...]
     warps: int
     stages: int
+    begins_early: bool
     tile: Mapping[str, int]
     weight_bytes: int
     compiled: Resources | None = None
@@ -83,6 +85,7 @@ def _line(step: Step | None, launch: Any) -> LaunchLine:
         grid=tuple(launch.grid),
         warps=launch.num_warps,
         stages=launch.num_stages,
+        begins_early=launch.begins_early,
         tile={
             key: value
             for key, value in launch.constants.items()
@@ -138,7 +141,7 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
     """
     columns = [column for group in groups for column in group.columns]
     is_compiled = any(line.compiled is not None for column in columns for line in column)
-    head = ["layers", "op", "kernel", "grid", "warps", "stages", "tile"]
+    head = ["layers", "op", "kernel", "grid", "warps", "stages", "early", "tile"]
     head += ["registers", "spilled", "shared"] if is_compiled else []
     rows = [(*head, "covers")]
     for group in groups:
@@ -151,6 +154,7 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
                 _all(" x ".join(map(str, line.grid)) for line in column),
                 _all(str(line.warps) for line in column),
                 _all(str(line.stages) for line in column),
+                _all("yes" if line.begins_early else "-" for line in column),
                 tile_text({n: _all(str(line.tile[n]) for line in column) for n in first.tile}),
             ]
             if is_compiled:

@@ -17,7 +17,7 @@ import multiprocessing
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +61,8 @@ class CompileError(RuntimeError):
 class CompileJob:
     """All that the machine code of a launch depends on: equal jobs are one compilation.
 
-    signature: the type of each parameter, "constexpr" of the constants. aligned: parameters that
-    are multiples of 16.
+    signature: the type of each parameter, "constexpr" of the constants. aligned: whether a
+    parameter is a multiple of 16; of those that a launch looks at.
     """
 
     module: str
@@ -70,7 +70,7 @@ class CompileJob:
     arch: str
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
-    aligned: tuple[str, ...]
+    aligned: tuple[tuple[str, bool], ...]
     options: tuple[tuple[str, Any], ...]
 
     @property
@@ -100,7 +100,8 @@ def compile_job(launch: Launch, arch: str) -> CompileJob:
         raise CompileError(
             f"{kernel!r} cannot be compiled: Triton was imported with TRITON_INTERPRET set."
         )
-    signature, aligned = {}, []
+    signature: dict[str, str] = {}
+    aligned: dict[str, bool] = {}
     constants = dict(launch.constants)
     for parameter in kernel.params:
         name = parameter.name
@@ -109,29 +110,33 @@ def compile_job(launch: Launch, arch: str) -> CompileJob:
             kind = _type(name, value)
             can_specialize = not parameter.do_not_specialize
             if can_specialize and isinstance(value, int) and value == 1:
-                signature[name], constants[name] = "constexpr", 1
-                continue
+                kind, constants[name] = "constexpr", 1
             signature[name] = kind
-            if can_specialize and not parameter.do_not_specialize_on_alignment:
-                aligned += [name] if _is_aligned(value) else []
+            if can_specialize and not isinstance(value, float):
+                looks = kind != "constexpr" and not parameter.do_not_specialize_on_alignment
+                aligned[name] = looks and _is_aligned(value)
         elif name in constants or name in launch.arguments:
             constants.setdefault(name, launch.arguments.get(name))
-            signature[name] = "constexpr"
+            signature[name], aligned[name] = "constexpr", False
         elif parameter.has_default:
             signature[name], constants[name] = "constexpr", parameter.default
+            aligned[name] = False
         else:
             raise ValueError(f"{kernel.__name__} has the parameter {name}; the launch has not.")
     unknown = (launch.arguments.keys() | launch.constants.keys()) - signature.keys()
     if unknown:
         raise ValueError(f"{kernel.__name__} has no parameter {sorted(unknown)[0]}.")
+    options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if launch.begins_early:
+        options["launch_pdl"] = True
     return CompileJob(
         module=kernel.fn.__module__,
         kernel=kernel.fn.__qualname__,
         arch=arch,
         signature=tuple(signature.items()),
         constants=tuple(sorted(constants.items())),
-        aligned=tuple(aligned),
-        options=(("num_warps", launch.num_warps), ("num_stages", launch.num_stages)),
+        aligned=tuple(aligned.items()),
+        options=tuple(options.items()),
     )
 
 
@@ -147,6 +152,7 @@ def compile_all(
     found = {job: kept for job, path in paths.items() if (kept := _kept(path)) is not None}
     missing = [job for job in distinct if job not in found]
     errors = []
+    # Kept one by one, so that what was done is not lost with what is not.
     for job, result in zip(missing, _compile_missing(missing, processes), strict=True):
         if isinstance(result, str):
             errors.append(f"{job.name} for {job.arch}: {result}")
@@ -158,13 +164,14 @@ def compile_all(
     return {job: found[job] for job in distinct}
 
 
-def _compile_missing(jobs: Sequence[CompileJob], processes: int) -> list[Resources | str]:
+def _compile_missing(jobs: Sequence[CompileJob], processes: int) -> Iterator[Resources | str]:
     if processes == 1 or len(jobs) < 2:
-        return [_compile_or_message(job) for job in jobs]
+        yield from map(_compile_or_message, jobs)
+        return
     # A forked child of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-        return list(pool.map(_compile_or_message, jobs))
+        yield from pool.map(_compile_or_message, jobs)
 
 
 def _compile_or_message(job: CompileJob) -> Resources | str:
@@ -183,7 +190,7 @@ def _compile_or_message(job: CompileJob) -> Resources | str:
 def compile_one(job: CompileJob) -> Resources:
     """Compiles and reads the machine code; raises what the compiler raises."""
     target = GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32)
-    compiled = triton.compile(_source(job), target=target, options=dict(job.options))
+    compiled = triton.compile(source_of(job), target=target, options=dict(job.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -191,10 +198,14 @@ def compile_one(job: CompileJob) -> Resources:
     return Resources(registers, stack + local, compiled.metadata.shared)
 
 
-def _source(job: CompileJob) -> ASTSource:
+def source_of(job: CompileJob) -> ASTSource:
+    """What Triton compiles, equal to what a real launch has compiled: one entry of its cache."""
     module = importlib.import_module(job.module)
     names = [name for name, _ in job.signature]
-    attributes = {(names.index(name),): [["tt.divisibility", _ALIGNMENT]] for name in job.aligned}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", _ALIGNMENT]] if is_aligned else []
+        for name, is_aligned in job.aligned
+    }
     kernel = getattr(module, job.kernel)
     return ASTSource(kernel, dict(job.signature), dict(job.constants), attributes)
 
@@ -216,7 +227,7 @@ def _usage(cubin: Path) -> tuple[int, ...]:
 
 def _hash(job: CompileJob) -> str:
     """Of the kernel's source and of what it calls, its arguments, the target and the compiler."""
-    parts = [_FORMAT, triton.__version__, _source(job).hash(), job.arch, job.options]
+    parts = [_FORMAT, triton.__version__, source_of(job).hash(), job.arch, job.options]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
@@ -22,6 +24,7 @@ from kdecode.kernels.common.triton_compile import (
     CompileError,
     compile_all,
     compile_job,
+    source_of,
 )
 from kdecode.kernels.common.triton_launch import Launch
 
@@ -40,7 +43,7 @@ def scale(
 
 @triton.jit
 def square(matrix, out, SIZE: tl.constexpr):
-    """The whole matrix is in registers, which one warp has too few of."""
+    """Its operands pass through shared memory."""
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     values = tl.load(matrix + at)
     tl.store(out + at, tl.dot(values, values))
@@ -51,6 +54,9 @@ def broken(source):
     tl.store(source, tl.arange(0, 3))
 
 
+_MANY = {"BLOCK": 8192, "IS_WIDE": False}
+
+
 def scaled(device: str, offset: int = 0, **changes: Any) -> Launch:
     data = torch.empty(4096, dtype=torch.bfloat16, device=device)
     numbers = {"rows": 16, "columns": 48, "stride": 1, "factor": 2.0, **changes}
@@ -58,10 +64,10 @@ def scaled(device: str, offset: int = 0, **changes: Any) -> Launch:
     return Launch(scale, (4,), arguments, {"BLOCK": 1024, "IS_WIDE": False}, num_warps=1)
 
 
-def squared(size: int, num_warps: int) -> Launch:
+def squared(size: int) -> Launch:
     data = torch.empty(size, size, dtype=torch.bfloat16, device="meta")
     out = torch.empty(size, size, dtype=torch.float32, device="meta")
-    return Launch(square, (1,), {"matrix": data, "out": out}, {"SIZE": size}, num_warps)
+    return Launch(square, (1,), {"matrix": data, "out": out}, {"SIZE": size})
 
 
 def as_launched(launch: Launch) -> list[Any]:
@@ -75,17 +81,17 @@ def as_launched(launch: Launch) -> list[Any]:
     _, signature, constants, attributes = kernel._pack_args(
         backend, dict(options), bound, specialization, options
     )
-    names = list(signature)
-    return [
-        signature,
-        {names[path[0]]: value for path, value in constants.items()},
-        [names[path[0]] for path, value in attributes.items() if value],
-    ]
+    return _described(ASTSource(kernel, signature, constants, attributes))
 
 
 def as_compiled(launch: Launch) -> list[Any]:
-    job = compile_job(launch, "sm_90")
-    return [dict(job.signature), dict(job.constants), list(job.aligned)]
+    return _described(source_of(compile_job(launch, "sm_90")))
+
+
+def _described(source: ASTSource) -> list[Any]:
+    """With the hash by which Triton keeps machine code."""
+    constants, attributes = (sorted(part.items()) for part in (source.constants, source.attrs))
+    return [source.signature, constants, attributes, source.hash()]
 
 
 def message(launch: Launch, arch: str = "sm_90") -> str:
@@ -110,8 +116,9 @@ def report(folder: Path) -> dict[str, Any]:
     kept = sorted(path.name for path in folder.iterdir())
     (folder / kept[0]).write_text("{")
     again = compile_all(jobs.values(), folder)
-    spilling = compile_job(squared(128, 1), "sm_90")
-    fitting = compile_job(squared(128, 8), "sm_90")
+    # One warp has too few registers for so many numbers.
+    spilling = compile_job(replace(scaled("meta"), constants=_MANY), "sm_90")
+    fitting = compile_job(squared(64), "sm_90")
     products = compile_all([spilling, fitting], folder)
     data = torch.empty(8, dtype=torch.int32, device="meta")
     return {
