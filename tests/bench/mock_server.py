@@ -33,7 +33,8 @@ class MockServer:
     noise: of a request's speed, log-normal. bias: of requests whose salt is a second arm's. words:
     text of each token, by position. margins: the runner-up there and how far it is behind. channel:
     "content" or "reasoning", for chats. coverage: share of decode steps that the counters call
-    specialised; None: no such counters. config None: no fingerprint, as elsewhere.
+    specialised; None: no such counters. changes_texts: from one timed reply to the next. config
+    None: no fingerprint, as elsewhere.
     """
 
     name: str = "auto"
@@ -59,6 +60,7 @@ class MockServer:
     outputs_valid: bool = True
     max_output: int | None = None
     bias: float = 1.0
+    changes_texts: bool = False
     log: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
@@ -173,7 +175,9 @@ class MockServer:
     def _choice(
         self, is_chat: bool, positions: range, body: dict[str, Any], *, is_last: bool
     ) -> dict[str, Any]:
-        words = [self.words.get(i, f"t{i} ") for i in positions]
+        # Only of replies that are timed: what is judged has logprobs.
+        mark = f"({len(self.log)})" if self.changes_texts and not body.get("logprobs") else ""
+        words = [self.words.get(i, f"t{i}{mark} ") for i in positions]
         text = "".join(words)
         is_cut = positions.stop == body["max_tokens"]
         reason = "length" if is_cut else "stop"

@@ -236,6 +236,8 @@ VLLM = {
         "additional_config": {"decode_backend": "latency_specialized"},
         "cache_config": {"block_size": 64, "num_gpu_blocks": 1000},
         "parallel_config": {"world_size": 16, "data_parallel_size": 1, "master_port": 1234},
+        # Names that only look like addresses.
+        "kernel_config": {"support": True, "flops_path": "x"},
         "speculative_config": {"method": "dspark", "synthetic_acceptance_length": 6.0},
     },
     "vllm_env": {"VLLM_X": 1, "VLLM_CACHE_ROOT": "/a"},
@@ -249,6 +251,9 @@ def test_a_vllm_in_development_mode_tells_everything(tmp_path: Path) -> None:
     assert facts.config["decode_backend"] == "latency_specialized"
     assert facts.config["cache_config.block_size"] == 64
     assert facts.config["env.VLLM_X"] == 1
+    assert "env.VLLM_CACHE_ROOT" not in facts.config
+    assert facts.config["kernel_config.support"] is True
+    assert facts.config["kernel_config.flops_path"] == "x"
     assert set(facts.recorded) == {
         "instance_id",
         "cache_config.num_gpu_blocks",
@@ -284,6 +289,20 @@ def test_near_ties_are_told_from_real_differences(tmp_path: Path) -> None:
     shorter = measure(tmp_path, auto(), special(max_output=8))
     assert shorter.verdict == "outputs differ"
     assert shorter.unequal_pairs == 8
+
+
+def test_texts_may_change_where_requests_share_a_step(tmp_path: Path) -> None:
+    """Alone they may not; together, a neighbour may decide a near-tie."""
+    changing = {"changes_texts": True}
+    alone = measure(tmp_path, auto(), special(**changing))
+    assert alone.verdict == "outputs differ"
+    assert alone.outputs is not None
+    assert alone.outputs.agreement.unstable_runs > 0
+    together = measure(tmp_path, auto(), special(**changing), load=Load(concurrency=2))
+    assert together.verdict == "faster"
+    assert together.outputs is not None
+    same, compared = together.outputs.identical[1], together.outputs.compared[1]
+    assert 0 <= same < compared == 8
 
 
 def test_time_per_token_needs_tokens_of_chunks(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from kdecode.bench.verdicts import COMPARED_SETTING, flatten
 
 Study = Literal["non-speculative", "speculative", "synthetic acceptance"]
 
-# Of vLLM's configuration: names of the process, addresses, folders, and what a free memory decides.
+# Last parts of vLLM's names: of processes, addresses and folders, and what free memory decides.
 _RECORDED = re.compile(
-    r"(instance_id|port|master_ip|_address|host|cache_dir|cache_root|compile_cache|_path|log_"
-    r"|num_gpu_blocks|num_cpu_blocks|traces_file|otlp|nonce|served_model_name)"
+    r"(^|[._])(instance_id|(\w+_)?ports?|(\w+_)?ip|host|hostname|(\w+_)?cache_(dir|root)"
+    r"|num_(gpu|cpu)_blocks|otlp_traces_endpoint|served_model_name)$"
 )
 _CANNOT_SEE_VLLM = (
     "decode backend",

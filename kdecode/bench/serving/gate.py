@@ -59,8 +59,8 @@ def run_problems(
             )
         if summary.completed and summary.tpot_s is None:
             yield (
-                f"{name}: time per token is not defined: tokens were counted by "
-                f"{', '.join(summary.token_sources)}."
+                f"{name}: time per token is not defined: replies are one chunk, or the tokens of "
+                f"chunks are not known (counted by {', '.join(summary.token_sources)})."
             )
         yield from _lag_problems(name, summary)
         yield from _acceptance_problems(name, one, summary)

@@ -314,7 +314,9 @@ class _Runner:
                 if record.reply is None:
                     return None, f"{client.name}: no reply to compare: {record.error}"
                 replies[arm].append(record.reply)
-        is_sequential = self._design.load.concurrency == 1
+        # A turn that finds its session in the caches may be computed in other chunks than alone.
+        has_turns = len(self._workload.sessions()) < len(self._workload.requests)
+        is_sequential = self._design.load.concurrency == 1 and not has_turns
         timed = (self._texts(passes, 0), self._texts(passes, 1))
         near_tie = self._design.near_tie
         return judge(*replies, timed, near_tie=near_tie, is_sequential=is_sequential), None
