@@ -35,7 +35,12 @@ from kdecode.kernels.common.triton_experts import (
     weighted_sums,
 )
 from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
-from kdecode.kernels.common.triton_ops import is_last_arrival, round_bf16, to_bf16
+from kdecode.kernels.common.triton_ops import (
+    is_last_arrival,
+    round_bf16,
+    to_bf16,
+    wait_for_previous,
+)
 
 # Slots whose weights a program of a row loads at a time, and rows that are summed up at a time.
 _SLOTS = 16
@@ -125,7 +130,7 @@ def down_launch(
         }
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     grid = (divide_up(side, tile.block_n), places)
-    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
+    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
 
 
 @triton.jit
@@ -145,6 +150,7 @@ def expert_down_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    wait_for_previous()
     row = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -191,6 +197,7 @@ def expert_down_grouped(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    wait_for_previous()
     block = tl.program_id(0)
     place = tl.program_id(1)
     expert, match = expert_of_place(ids, place, rows * TOP_K, EXPERTS, BLOCK_P, BY_PAIR)

@@ -32,7 +32,7 @@ from kdecode.kernels.common.triton_experts import (
     pairs_of_tile,
 )
 from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
-from kdecode.kernels.common.triton_ops import gated, round_bf16, to_bf16
+from kdecode.kernels.common.triton_ops import gated, round_bf16, to_bf16, wait_for_previous
 
 
 def up_launch(
@@ -75,7 +75,7 @@ def up_launch(
         }
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     grid = (divide_up(columns, tile.block_n), places)
-    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages)
+    return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
 
 
 @triton.jit
@@ -105,6 +105,7 @@ def expert_up_pairs(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    wait_for_previous()
     block = tl.program_id(0)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair)
@@ -141,6 +142,7 @@ def expert_up_grouped(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    wait_for_previous()
     block = tl.program_id(0)
     expert, match = expert_of_place(ids, tl.program_id(1), pairs, EXPERTS, BLOCK_P, BY_PAIR)
     count = tl.sum(match.to(tl.int32), axis=0)

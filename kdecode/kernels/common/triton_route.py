@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdecode.config import MoeConfig
 from kdecode.kernels.common.triton_launch import Launch, tensor_for
-from kdecode.kernels.common.triton_ops import sigmoid
+from kdecode.kernels.common.triton_ops import sigmoid, wait_for_previous
 
 MAX_EXPERTS = 4096
 MAX_TOP_K = 64
@@ -60,7 +60,7 @@ def route_launch(
         "weights": tensor_for(weights, torch.float32, (rows, moe.top_k), name="route_weights"),
         "scaling": moe.routed_scaling,
     }
-    return Launch(route_rows, (rows,), arguments, route_constants(moe))
+    return Launch(route_rows, (rows,), arguments, route_constants(moe), begins_early=True)
 
 
 @triton.jit
@@ -118,6 +118,7 @@ def route_rows(
     BLOCK_SLOTS: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     select_experts(
         logits + row * EXPERTS,

@@ -1,7 +1,8 @@
 """moe_gate in Triton: one program a block of router rows, of latent rows or of shared gate and up.
 
-The router's programs come first. Of one or two rows the last of them to arrive makes the choice,
-while others still multiply; of more rows a second launch does, one program a row.
+The router's programs come first. All ask for their weights before the launch ahead is over. Of one
+or two rows the last of the router's to arrive makes the choice, while others still multiply; of
+more rows a second launch does, one program a row.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         "BLOCK_N": block_n,
         "BLOCK_K": tile.block_k,
     }
-    launch = Launch(moe_gate, (blocks.total,), arguments, constants, tile.warps, tile.stages)
+    grid = (blocks.total,)
+    launch = Launch(
+        moe_gate, grid, arguments, constants, tile.warps, tile.stages, begins_early=True
+    )
     return TritonStep(launch, then=() if rows <= SELECT_ROWS else (choose,))
 
 
