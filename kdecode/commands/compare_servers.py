@@ -20,6 +20,7 @@ from kdecode.commands.compare_design import clients_of, design_of, launches_of, 
 if TYPE_CHECKING:
     from kdecode.bench.machine import Machine
     from kdecode.bench.serving.client import Client
+    from kdecode.bench.serving.facts import ServerFacts
     from kdecode.bench.serving.launch import Launch
     from kdecode.bench.serving.protocol import Design
     from kdecode.bench.serving.sweep import SweepPoint
@@ -58,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a comparison for each, and one table and page of all",
     )
     group.add_argument("--sweep-prompt-tokens", type=positive, nargs="+", metavar="N")
+    group.add_argument(
+        "--preflight",
+        action="store_true",
+        help="read both configurations, say whether they can be compared, and measure nothing",
+    )
     group.add_argument(
         "--no-null", action="store_true", help="leave out the null run of A against itself"
     )
@@ -158,6 +164,8 @@ def _measure(args: argparse.Namespace) -> int:
         check_output_file(args.json)
     if args.out is not None:
         _check_folder(args.out)
+    if args.preflight:
+        return _preflight(args, launches)
     if args.task is not None:
         return compare_tasks.grade(args, launches)
     designs = [design_of(point) for point in points]
@@ -176,6 +184,28 @@ def _measure(args: argparse.Namespace) -> int:
         documents = [document_of(one.comparison, machine) for one in found]
         write_json(documents if _is_sweep(args) else documents[0], args.json)
     return max(one.comparison.exit_code for one in found)
+
+
+def _preflight(args: argparse.Namespace, launches: tuple[Launch, ...]) -> int:
+    from kdecode.bench.serving.facts import read_facts
+    from kdecode.bench.serving.gate import configuration_problems, facts_differences
+    from kdecode.bench.serving.launch import launched
+    from kdecode.bench.serving.report import preflight_lines
+    from kdecode.bench.verdicts import EXIT_CODES
+
+    a, b = clients_of(args)
+
+    async def read() -> tuple[ServerFacts, ServerFacts]:
+        async with AsyncExitStack() as servers:
+            for launch in launches:
+                await servers.enter_async_context(launched(launch))
+            return await read_facts(a), await read_facts(b)
+
+    facts = run_loop(read())
+    differences = facts_differences(*facts)
+    problems = [*configuration_problems((a.name, b.name), facts)]
+    print("\n".join(preflight_lines((a.name, b.name), facts, differences, problems)))
+    return EXIT_CODES["not comparable"] if differences or problems else 0
 
 
 def _is_sweep(args: argparse.Namespace) -> bool:

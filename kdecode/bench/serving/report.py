@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SERVED_FORMULAS, SPECIALIZED, STANDARD, Spread
 from kdecode.bench.report import RATIO_LABELS, RECOMMENDED_BLOCKS, divergence_lines
+from kdecode.bench.serving.facts import ServerFacts
 from kdecode.bench.serving.protocol import ServedComparison
 from kdecode.bench.serving.summary import ServedSummary
 from kdecode.bench.tables import columns, estimate_text, legend, rate, spread_text
-from kdecode.bench.verdicts import COMPARED_SETTING, MIN_COVERAGE, is_not_exercised
+from kdecode.bench.verdicts import (
+    COMPARED_SETTING,
+    MIN_COVERAGE,
+    Difference,
+    is_not_exercised,
+)
 from kdecode.bench.wording import counted
 
 # What only an engine inside of this process tells.
@@ -135,6 +141,24 @@ def _rows(summaries: Sequence[ServedSummary], *, has_drafts: bool) -> list[tuple
     return rows
 
 
+def preflight_lines(
+    names: tuple[str, str],
+    facts: tuple[ServerFacts, ServerFacts],
+    differences: Sequence[Difference],
+    problems: Sequence[str],
+) -> list[str]:
+    """What can be said before anything is measured."""
+    lines = []
+    for name, one in zip(names, facts, strict=True):
+        lines.append(f"{name}: {one.kind}, model {one.model}, {one.study}")
+        lines += [f"  {setting}: {value!r}" for setting, value in sorted(one.config.items())]
+        lines.append(f"  not told, so not compared: {', '.join(one.unchecked)}")
+    lines += [f"differs: {d.setting}: {d.values[0]!r} | {d.values[1]!r}" for d in differences]
+    lines += [f"problem: {problem}" for problem in problems]
+    word = "not comparable" if differences or problems else "comparable"
+    return [*lines, f"preflight: {word}"]
+
+
 def header_lines(comparison: ServedComparison, machine: Machine) -> list[str]:
     design, workload = comparison.design, comparison.workload
     warmups = "; ".join(
@@ -162,6 +186,12 @@ def header_lines(comparison: ServedComparison, machine: Machine) -> list[str]:
         f"warm-up (discarded): {warmups}",
         _null_line(comparison),
     ]
+    for name, facts in zip(comparison.arm_names, comparison.facts, strict=True):
+        if facts.requested_length is not None:
+            lines.append(
+                f"synthetic acceptance of {name}: {facts.requested_length:.2f} tokens a round were "
+                "asked for"
+            )
     if design.limits.is_set:
         lines.append(f"limits of goodput: {design.limits}")
     unchecked = sorted({what for facts in comparison.facts for what in facts.unchecked})
