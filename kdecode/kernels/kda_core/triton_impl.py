@@ -24,7 +24,14 @@ from kdecode.kernels.common.triton_delta import (
     unit,
 )
 from kdecode.kernels.common.triton_launch import Launch, TritonStep, row_block, tensor_for
-from kdecode.kernels.common.triton_ops import dot_bf16, is_last_arrival, round_bf16, sigmoid
+from kdecode.kernels.common.triton_ops import (
+    dot_bf16,
+    is_last_arrival,
+    prefetch,
+    round_bf16,
+    sigmoid,
+    wait_for_previous,
+)
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -62,13 +69,11 @@ class CoreTile:
 
 
 def tile(problem: Problem) -> CoreTile:
-    """Few programs split their heads, so that more of the GPU waits for memory at a time."""
-    assert problem.rows is not None
-    kda = problem.config.kda
-    runs = problem.rows // problem.rows_per_request
-    width = triton.next_power_of_2(kda.head_dim)
-    is_split = runs * kda.num_heads < 132 and width >= 64
-    default = CoreTile(width // 4, 4) if is_split else CoreTile(width, 8)
+    """A quarter of a wide head: its state and the head's part of f_b fit into 4 warps' registers,
+    and more programs wait for memory at a time.
+    """
+    width = triton.next_power_of_2(problem.config.kda.head_dim)
+    default = CoreTile(width if width < 64 else width // 4, 4)
     return choose("kda_core", problem.arch, shape_key(problem), default)
 
 
@@ -116,7 +121,10 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         "rows": rows,
     }
     grid = (kda.num_heads * splits, runs)
-    return TritonStep(Launch(_core, grid, arguments, constants, num_warps=chosen.num_warps))
+    launch = Launch(
+        _core, grid, arguments, constants, num_warps=chosen.num_warps, begins_early=True
+    )
+    return TritonStep(launch)
 
 
 def _weights(problem: Problem, packed: Any) -> dict[str, Tensor]:
@@ -215,6 +223,28 @@ def _core(
     first = tl.program_id(1) * EACH
     slot = tl.load(row_slot + first)
     last = first + EACH
+    d = tl.arange(0, BLOCK_D)
+    v = split * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_d, in_v = d < DIM, v < DIM
+    # Channels of the head in each of the three groups.
+    q_at = head * DIM + d
+    k_at = WIDTH + q_at
+    v_at = 2 * WIDTH + head * DIM + v
+    head_state = state + (slot.to(tl.int64) * HEADS + head) * DIM * DIM
+    past = window + slot.to(tl.int64) * (9 * WIDTH)
+    # While the launch before this one runs: weights into registers, the slot as near as it may be.
+    f_weight = _head_weight(f_b, head, DIM, RANK, BLOCK_D, BLOCK_RANK)
+    held = tl.minimum(d, DIM - 1)
+    lines = tl.minimum(split * BLOCK_V + tl.arange(0, (BLOCK_V + 31) // 32) * 32, DIM - 1)
+    prefetch(head_state + held[:, None] * DIM + lines[None, :])
+    q_taps = taps_at(taps + q_at, 3 * WIDTH, in_d)
+    k_taps = taps_at(taps + k_at, 3 * WIDTH, in_d)
+    v_taps = taps_at(taps + v_at, 3 * WIDTH, in_v)
+    bias = tl.load(dt_bias + q_at, mask=in_d, other=0.0)
+    norm = tl.load(o_norm + d, mask=in_d, other=0.0)
+    scale = tl.load(decay_scale + head)
+    wait_for_previous()
+
     if EACH == 1:
         before = tl.load(row_slot + tl.maximum(first - 1, 0))
         following = tl.load(row_slot + last, mask=last < rows, other=-1)
@@ -223,32 +253,12 @@ def _core(
         while following == slot:
             last += 1
             following = tl.load(row_slot + last, mask=last < rows, other=-1)
-
-    # All that memory is slow to give is asked for at once; no launch right before this one writes
-    # slots, states or windows.
-    d = tl.arange(0, BLOCK_D)
-    v = split * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_d, in_v = d < DIM, v < DIM
-    head_state = state + (slot.to(tl.int64) * HEADS + head) * DIM * DIM
     cell = d[:, None] * DIM + v[None, :]
     in_cell = in_d[:, None] & in_v[None, :]
     s = tl.load(head_state + cell, mask=in_cell, other=0.0)
-    # Channels of the head in each of the three groups.
-    q_at = head * DIM + d
-    k_at = WIDTH + q_at
-    v_at = 2 * WIDTH + head * DIM + v
-    f_weight = _head_weight(f_b, head, DIM, RANK, BLOCK_D, BLOCK_RANK)
-    past = window + slot.to(tl.int64) * (9 * WIDTH)
     q0, q1, q2 = _window(past + q_at, 3 * WIDTH, in_d)
     k0, k1, k2 = _window(past + k_at, 3 * WIDTH, in_d)
     v0, v1, v2 = _window(past + v_at, 3 * WIDTH, in_v)
-    q_taps = taps_at(taps + q_at, 3 * WIDTH, in_d)
-    k_taps = taps_at(taps + k_at, 3 * WIDTH, in_d)
-    v_taps = taps_at(taps + v_at, 3 * WIDTH, in_v)
-    bias = tl.load(dt_bias + q_at, mask=in_d, other=0.0)
-    norm = tl.load(o_norm + d, mask=in_d, other=0.0)
-    scale = tl.load(decay_scale + head)
-
     line = proj + first * PROJ
     f_a = 3 * WIDTH + GATE
     f = _head_product(f_weight, proj + f_a, first, last, RANK, PROJ, BLOCK_RANK)

@@ -36,6 +36,7 @@ class ChunkTile:
     Powers of two. scan_stages: chunks that are on their way to a program of `_scan`.
     """
 
+    pair_warps: int
     solve_d: int
     solve_warps: int
     scan_v: int
@@ -45,7 +46,7 @@ class ChunkTile:
 
 def tile(heads: int, head_dim: int, arch: str) -> ChunkTile:
     """A scan has few programs, one a head and block of columns: narrow blocks, all at once."""
-    default = ChunkTile(64, 4, 16, 4, 1)
+    default = ChunkTile(8, 64, 4, 16, 8, 1)
     return choose("kda_chunk", arch, f"{heads} heads of {head_dim}", default)
 
 
@@ -113,6 +114,7 @@ def launches(
         | {"decay": span.decay, "unit_keys": own_keys, "lower": lower, "reads": reads}
         | {"grown": grown, "queries": queries, "carried": carried, "kept": kept},
         sizes | {"BLOCK_D": width, "IS_BOUNDED": is_bounded, "IS_VERIFY": is_verify},
+        num_warps=chosen.pair_warps,
     )
     solve = Launch(
         _solve,
