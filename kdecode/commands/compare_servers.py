@@ -158,8 +158,10 @@ def _measure(args: argparse.Namespace) -> int:
     from kdecode.bench.serving.sweep import render_sweep
     from kdecode.commands import compare_tasks
 
+    # A recipe says what is measured; what is measured says how large servers of ours have to be.
+    launches = launches_of(args) if args.recipe is not None else ()
     points = _points(args)
-    launches = launches_of(args)
+    launches = launches or launches_of(args)
     if args.json is not None:
         check_output_file(args.json)
     if args.out is not None:
@@ -218,8 +220,8 @@ def _points(args: argparse.Namespace) -> list[argparse.Namespace]:
         return [args]
     if args.workload is not None or args.agentic or args.rate is not None or args.own_times:
         raise InputError("a sweep is over made requests of fixed lengths, in a closed loop.")
-    if args.recipe is not None or args.task is not None:
-        raise InputError("a sweep has neither a recipe nor tasks.")
+    if args.task is not None:
+        raise InputError("a sweep is of speed; leave out its flags for tasks.")
     concurrencies = args.sweep_concurrency or [args.concurrency or 1]
     lengths = args.sweep_prompt_tokens or [args.prompt_tokens]
     args.concurrency, args.prompt_tokens = max(concurrencies), max(lengths)

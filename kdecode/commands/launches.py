@@ -22,7 +22,9 @@ ARMS = ("a", "b")
 # What a recipe may say of how it is measured: flags of `kdecode compare`, by their names.
 _FLAGS = (
     *("prompts", "prompt_tokens", "output_tokens", "blocks", "concurrency", "rate", "cache"),
-    *("seed", "model_a", "model_b", "token_ids", "timeout"),
+    *("seed", "model_a", "model_b", "token_ids", "timeout", "workload", "workload_format"),
+    *("agentic", "sessions", "max_pause", "own_times", "speed", "sweep_concurrency"),
+    "sweep_prompt_tokens",
 )
 _ARM_KEYS = {"command", "url", "environment", "ready_s"}
 

@@ -79,7 +79,7 @@ def test_kinds_of_points_are_told_apart(
 
 
 @pytest.mark.parametrize(
-    "flags", [["--agentic"], ["--rate", "2"], ["--recipe", "x"], ["--task", "mrcr"]]
+    "flags", [["--agentic"], ["--rate", "2"], ["--own-times"], ["--task", "mrcr"]]
 )
 def test_what_a_sweep_cannot_be_of(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*FLAGS, *flags]) == 2
