@@ -77,17 +77,18 @@ def mix_norm_row(
         wait_for_previous()
     if SNAPSHOTS > 0:
         s = tl.arange(0, BLOCK_S)
-        sources = snapshots + (s[:, None] * rows + row) * WIDTH + columns
-        held = (s < SNAPSHOTS)[:, None] & inside
+        # Behind the last snapshot it is read again, with a share of zero.
+        number = tl.minimum(s, SNAPSHOTS - 1)[:, None]
+        sources = snapshots + (number * rows + row) * WIDTH + columns
         mix = tl.load(mix_weight + columns, mask=inside, other=0.0)
-        x = tl.load(sources, mask=held, other=0.0).to(tl.float32)
+        x = tl.load(sources, mask=inside, other=0.0).to(tl.float32)
         scores = tl.sum(x * mix, axis=1) * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)
         scores = tl.where(s < SNAPSHOTS, scores, float("-inf"))
     # For a second time it costs nothing, and keeps the compiler from holding on to the snapshots.
     wait_for_previous()
     mixed = tl.load(prefix + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     if SNAPSHOTS > 0:
-        again = tl.load(sources, mask=held, other=0.0)
+        again = tl.load(sources, mask=inside, other=0.0)
         score = tl.sum(mixed * mix) * tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps)
         top = tl.maximum(tl.max(scores, axis=0), score)
         shares, share = tl.exp(scores - top), tl.exp(score - top)

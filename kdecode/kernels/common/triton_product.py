@@ -18,7 +18,6 @@ from kdecode.kernels.common.triton_ops import (
     dot_bf16,
     prefetch,
     round_bf16,
-    to_bf16,
     wait_for_previous,
 )
 
@@ -57,31 +56,33 @@ def product_tile(
     can_split: whether the kernel can share a block's inner columns among programs.
     """
     few = rows <= FEW_ROWS
-    block_k = max(16, min(1024 if few else 128, triton.next_power_of_2(inner)))
-    block_n = 8 // rows if few else 64
-    while not few and block_n > 16 and divide_up(columns, block_n) < _ENOUGH_PROGRAMS:
-        block_n //= 2
-    split = 1
-    if can_split and not few:
-        while (
-            split < 4
-            and divide_up(columns, block_n) * split < _ENOUGH_PROGRAMS
-            and inner >= 4 * split * block_k
-        ):
-            split *= 2
-    default = ProductTile(block_n, block_k, split, warps=4, stages=2 if few else 4)
+    default = _few_tile(rows, inner) if few else _many_tile(rows, columns, inner, can_split)
     shape = f"rows {product_rows(rows)}, {columns} x {inner}"
     return choose(kernel, arch, shape, default)
 
 
-@triton.jit
-def _few_scale(x, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """rsqrt(mean(x^2) + eps) of one row."""
-    total = tl.zeros([1, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        part = _line(x, start + tl.arange(0, BLOCK_K)[None, :], K, BLOCK_K).to(tl.float32)
-        total += part * part
-    return tl.rsqrt(tl.sum(total) / K + eps)
+def _few_tile(rows: int, inner: int) -> ProductTile:
+    """A warp has 256 inner columns, eight a thread, so that all of its columns have one input."""
+    block_k = 512 if inner % 1024 and inner % 512 == 0 else 1024
+    block_k = max(16, min(block_k, triton.next_power_of_2(inner)))
+    # Products of one round have their weights in registers once, others those of two rounds.
+    block_n = (8 if inner <= block_k else 4) // rows
+    return ProductTile(block_n, block_k, 1, warps=max(1, block_k // 256), stages=2)
+
+
+def _many_tile(rows: int, columns: int, inner: int, can_split: bool) -> ProductTile:
+    """Of many rows a block has many columns, for each of which x is read again."""
+    block_k, split = max(16, min(128, triton.next_power_of_2(inner))), 1
+    is_narrow = row_block(rows) <= _DOT_ROWS
+    block_n = 32 if is_narrow else 64
+    while divide_up(columns, block_n) * split < _ENOUGH_PROGRAMS:
+        if can_split and split < 4 and inner >= 4 * split * block_k:
+            split *= 2
+        elif not can_split and block_n > 16:
+            block_n //= 2
+        else:
+            break
+    return ProductTile(block_n, block_k, split, warps=4, stages=4 if is_narrow else 3)
 
 
 @triton.jit
@@ -94,11 +95,11 @@ def _line(x, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _inputs(part, k, scale, norm, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr):
-    """bf16 inputs of columns k in fp32, normalised where there is a norm."""
-    part = part.to(tl.float32)
+def _inputs(x, k, norm, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr):
+    """Columns k of one row in fp32; with NORM they are the whole row, and normalised."""
+    part = _line(x, k, K, BLOCK_K).to(tl.float32)
     if NORM:
-        part = round_bf16(part * scale * _line(norm, k, K, BLOCK_K))
+        part = round_bf16(part * tl.rsqrt(tl.sum(part * part) / K + eps) * norm)
     return part
 
 
@@ -124,49 +125,28 @@ def _product_few(
     lines = weight + n.to(tl.int64)[:, None] * K
     k = begin + tl.arange(0, BLOCK_K)[None, :]
     w = _line(lines, k, K, BLOCK_K)
-    wait_for_previous()
-    scale0 = 1.0
-    scale1 = 1.0
+    share = eps
     if NORM:
-        scale0 = _few_scale(x, eps, K, BLOCK_K)
-        if BLOCK_R == 2:
-            scale1 = _few_scale(x + K, eps, K, BLOCK_K)
-    x0 = _line(x, k, K, BLOCK_K)
-    x1 = x0
-    if BLOCK_R == 2:
-        x1 = _line(x + K, k, K, BLOCK_K)
+        tl.static_assert(BLOCK_K >= K, "a row is normalised in one round")
+        share = _line(norm, k, K, BLOCK_K)
+    wait_for_previous()
     sum0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sum1 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(begin + BLOCK_K, end, BLOCK_K):
-        ahead = start + tl.arange(0, BLOCK_K)[None, :]
-        next_w = _line(lines, ahead, K, BLOCK_K)
-        next_x0 = _line(x, ahead, K, BLOCK_K)
-        sum0 += w.to(tl.float32) * _inputs(x0, k, scale0, norm, K, BLOCK_K, NORM)
+    last = begin + (end - begin - 1) // BLOCK_K * BLOCK_K
+    for start in range(begin, last, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        next_w = _line(lines, k + BLOCK_K, K, BLOCK_K)
+        sum0 += w.to(tl.float32) * _inputs(x, k, share, eps, K, BLOCK_K, NORM)
         if BLOCK_R == 2:
-            next_x1 = _line(x + K, ahead, K, BLOCK_K)
-            sum1 += w.to(tl.float32) * _inputs(x1, k, scale1, norm, K, BLOCK_K, NORM)
-            x1 = next_x1
+            sum1 += w.to(tl.float32) * _inputs(x + K, k, share, eps, K, BLOCK_K, NORM)
         w = next_w
-        x0 = next_x0
-        k = ahead
-    sum0 += w.to(tl.float32) * _inputs(x0, k, scale0, norm, K, BLOCK_K, NORM)
+    k = last + tl.arange(0, BLOCK_K)[None, :]
+    sum0 += w.to(tl.float32) * _inputs(x, k, share, eps, K, BLOCK_K, NORM)
     if BLOCK_R == 2:
-        sum1 += w.to(tl.float32) * _inputs(x1, k, scale1, norm, K, BLOCK_K, NORM)
+        sum1 += w.to(tl.float32) * _inputs(x + K, k, share, eps, K, BLOCK_K, NORM)
         return tl.join(tl.sum(sum0, axis=1), tl.sum(sum1, axis=1))
     else:
         return tl.sum(sum0, axis=1)[:, None]
-
-
-@triton.jit
-def _many_scale(x, eps, rows, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """rsqrt(mean(x^2) + eps) of every row, [BLOCK_R]."""
-    r = tl.arange(0, BLOCK_R)[:, None]
-    total = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        part = tl.load(x + r * K + k, mask=(r < rows) & (k < K), other=0.0).to(tl.float32)
-        total += part * part
-    return tl.rsqrt(tl.sum(total, axis=1) / K + eps)
 
 
 @triton.jit
@@ -180,8 +160,6 @@ def _prefetch_early(lines, begin, K: tl.constexpr, EARLY: tl.constexpr, LINE: tl
 def _product_many(
     x,
     weight,
-    norm,
-    eps,
     n,
     rows,
     begin,
@@ -190,15 +168,12 @@ def _product_many(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
 ):
     """W [BLOCK_N, BLOCK_K] times x^T [BLOCK_K, BLOCK_R] on the tensor cores."""
     r = tl.arange(0, BLOCK_R)[None, :]
     lines = weight + n.to(tl.int64)[:, None] * K
     _prefetch_early(lines, begin, K, _EARLY_COLUMNS, _LINE_COLUMNS)
     wait_for_previous()
-    if NORM:
-        scale = _many_scale(x, eps, rows, K, BLOCK_R, BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     for start in range(begin, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
@@ -208,8 +183,6 @@ def _product_many(
             part = tl.load(x + r * K + k, mask=r < rows, other=0.0)
         else:
             part = tl.load(x + r * K + k, mask=(r < rows) & (k < K), other=0.0)
-        if NORM:
-            part = to_bf16(_inputs(part, k, scale, norm, K, BLOCK_K, NORM))
         acc = dot_bf16(w, part, acc)
     return acc
 
@@ -232,12 +205,12 @@ def product(
 ):
     """Columns n [BLOCK_N] of x [rows, K] W^T over inputs begin to end, [BLOCK_N, BLOCK_R] fp32.
 
-    With NORM the inputs are RMSNorm(x; norm), rounded to bf16. No n may be outside of W; begin is a
-    multiple of BLOCK_K. Weights are asked for before `wait_for_previous`, which is called here.
+    No n may be outside of W; begin is a multiple of BLOCK_K and below end. Weights are asked for
+    before `wait_for_previous`, which is called here. With NORM, for few rows and a BLOCK_K of at
+    least K, the inputs are RMSNorm(x; norm), rounded to bf16.
     """
     if BLOCK_R <= 2:
         return _product_few(x, weight, norm, eps, n, begin, end, K, BLOCK_R, BLOCK_N, BLOCK_K, NORM)
     else:
-        return _product_many(
-            x, weight, norm, eps, n, rows, begin, end, K, BLOCK_R, BLOCK_N, BLOCK_K, NORM
-        )
+        tl.static_assert(not NORM, "the rows of a block are not whole")
+        return _product_many(x, weight, n, rows, begin, end, K, BLOCK_R, BLOCK_N, BLOCK_K)

@@ -1,4 +1,7 @@
-"""moe_join in Triton: a program makes its columns of both products and of the residual."""
+"""moe_join in Triton: a program makes its columns of both products and of the residual.
+
+One or two rows of latents are normalised by every program, more by a launch before the join.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from kdecode.kernels.common.triton_join import (
 )
 from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
 from kdecode.kernels.common.triton_ops import round_bf16, to_bf16, wait_for_previous
-from kdecode.kernels.common.triton_product import product, product_rows, product_tile
+from kdecode.kernels.common.triton_product import FEW_ROWS, product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16 = torch.bfloat16
@@ -35,8 +38,13 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     side = config.moe.latent_width or width
     tile = product_tile("moe_join", problem.arch, rows, width, side)
     delta, prefix = buffers["mlp_delta"], buffers["prefix"]
+    source = tensor_for(buffers["expert_sum"], BF16, (rows, side), name="expert_sum")
+    first, norms_rows = (), moe.latent_norm is not None and rows <= FEW_ROWS
+    if moe.latent_norm is not None and not norms_rows:
+        first = (_norm_launch(rows, side, moe.latent_norm, config.rms_eps, buffers),)
+        source = buffers.scratch("expert_sum_normed", (rows, side))
     arguments = {
-        "expert_sum": tensor_for(buffers["expert_sum"], BF16, (rows, side), name="expert_sum"),
+        "source": source,
         "delta_out": tensor_for(delta, BF16, (rows, width), name="mlp_delta"),
         "prefix": tensor_for(prefix, BF16, (rows, width), name="prefix"),
         "eps": config.rms_eps,
@@ -48,16 +56,33 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         "SIDE": side,
         "SHARED": config.moe.shared_width,
         "HAS_LATENTS": moe.latent_up is not None,
-        "HAS_NORM": moe.latent_norm is not None,
+        "NORM": norms_rows,
         "WIDTH": width,
         "BLOCK_R": product_rows(rows),
         "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
+        # Whole rows are normalised.
+        "BLOCK_SIDE": triton.next_power_of_2(side) if norms_rows else tile.block_k,
+        "BLOCK_SHARED": tile.block_k,
     }
-    grid = (divide_up(width, tile.block_n),)
-    return TritonStep(
-        Launch(moe_join, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
-    )
+    grid, warps = (divide_up(width, tile.block_n),), tile.warps
+    if norms_rows:
+        # At most 32 columns of a matrix's row a thread.
+        warps = max(warps, constants["BLOCK_SIDE"] // 1024)
+    launch = Launch(moe_join, grid, arguments, constants, warps, tile.stages, begins_early=True)
+    launches = (*first, launch)
+    return TritonStep(launches[0], then=launches[1:])
+
+
+def _norm_launch(rows: int, side: int, weight: Tensor, eps: float, buffers: Buffers) -> Launch:
+    """Of many rows, whose norms every program of the join would otherwise make again."""
+    arguments = {
+        "source": buffers["expert_sum"],
+        "weight": tensor_for(weight, torch.float32, (side,), name="the latents' norm"),
+        "out": buffers.scratch("expert_sum_normed", (rows, side)),
+        "eps": eps,
+    }
+    constants = {"SIDE": side, "BLOCK_SIDE": triton.next_power_of_2(side)}
+    return Launch(norm_latents, (rows,), arguments, constants, num_warps=4, begins_early=True)
 
 
 def _latents(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
@@ -93,8 +118,20 @@ def _shared(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
 
 
 @triton.jit
+def norm_latents(source, weight, out, eps, SIDE: tl.constexpr, BLOCK_SIDE: tl.constexpr):
+    """RMSNorm of one row, rounded."""
+    k = tl.arange(0, BLOCK_SIDE)
+    at, inside = tl.program_id(0) * SIDE + k, k < SIDE
+    share = tl.load(weight + k, mask=inside, other=0.0)
+    wait_for_previous()
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x) / SIDE + eps) * share
+    tl.store(out + at, to_bf16(normed), mask=inside)
+
+
+@triton.jit
 def _moe_delta(
-    expert_sum,
+    source,
     latent_up,
     latent_norm,
     routed,
@@ -107,11 +144,12 @@ def _moe_delta(
     SIDE: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_LATENTS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_SIDE: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
 ):
     """mlp_delta of columns n [BLOCK_N], [BLOCK_N, BLOCK_R] bf16; writes routed and shared."""
     held = tl.minimum(n, WIDTH - 1)
@@ -120,7 +158,7 @@ def _moe_delta(
     inside = (r < rows) & (n < WIDTH)[:, None]
     if HAS_LATENTS:
         acc = product(
-            expert_sum,
+            source,
             latent_up,
             latent_norm,
             eps,
@@ -131,14 +169,14 @@ def _moe_delta(
             SIDE,
             BLOCK_R,
             BLOCK_N,
-            BLOCK_K,
-            HAS_NORM,
+            BLOCK_SIDE,
+            NORM,
         )
         tl.store(routed + at, to_bf16(acc), mask=inside)
         delta = round_bf16(acc)
     else:
         wait_for_previous()
-        delta = tl.load(expert_sum + at, mask=inside, other=0.0).to(tl.float32)
+        delta = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     if SHARED > 0:
         acc = product(
             shared_product,
@@ -152,7 +190,7 @@ def _moe_delta(
             SHARED,
             BLOCK_R,
             BLOCK_N,
-            BLOCK_K,
+            BLOCK_SHARED,
             False,
         )
         tl.store(shared + at, to_bf16(acc), mask=inside)
@@ -162,7 +200,7 @@ def _moe_delta(
 
 @triton.jit(do_not_specialize=["rows"])
 def moe_join(
-    expert_sum,
+    source,
     latent_up,
     latent_norm,
     routed,
@@ -176,15 +214,16 @@ def moe_join(
     SIDE: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_LATENTS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_SIDE: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     delta = _moe_delta(
-        expert_sum,
+        source,
         latent_up,
         latent_norm,
         routed,
@@ -197,10 +236,11 @@ def moe_join(
         SIDE,
         SHARED,
         HAS_LATENTS,
-        HAS_NORM,
+        NORM,
         WIDTH,
         BLOCK_R,
         BLOCK_N,
-        BLOCK_K,
+        BLOCK_SIDE,
+        BLOCK_SHARED,
     )
     add_residual(delta, n, rows, delta_out, prefix, prefix, WIDTH, BLOCK_R, False)

@@ -27,13 +27,16 @@ def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> T
     rows, (columns, inner) = plan_rows(problem), (weights.matrix.rows, weights.matrix.cols)
     tile = product_tile("projection", problem.arch, rows, columns, inner, can_split=True)
     blocks, block_r = divide_up(columns, tile.block_n), product_rows(rows)
+    # Each program but the last has so many rounds of input columns, and none has none.
+    rounds = divide_up(inner, tile.block_k * tile.split)
+    split = divide_up(inner, tile.block_k * rounds)
     source, out = buffers[weights.input], buffers[weights.output]
     dtype = torch.float32 if weights.is_head else torch.bfloat16
     out = tensor_for(out, dtype, (rows, columns), name=weights.output)
     partial, counters = out, out  # not used by one program a block
-    if tile.split > 1:
+    if split > 1:
         # Of another size for another matrix.
-        size = tile.split * blocks * tile.block_n * block_r
+        size = split * blocks * tile.block_n * block_r
         partial = buffers.scratch(f"product_parts_{size}", (size,), torch.float32)
         counters = buffers.counters(blocks)
     arguments = {
@@ -50,9 +53,10 @@ def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> T
         "BLOCK_R": block_r,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
-        "SPLIT": tile.split,
+        "ROUNDS": rounds,
+        "SPLIT": split,
     }
-    grid = (blocks, tile.split)
+    grid = (blocks, split)
     return TritonStep(
         Launch(projection, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
     )
@@ -80,14 +84,14 @@ def projection(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROUNDS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     block, part = tl.program_id(0), tl.program_id(1)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.minimum(n, COLUMNS - 1)
-    steps: tl.constexpr = (INNER + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    begin = part * steps * BLOCK_K
-    end = tl.minimum(begin + steps * BLOCK_K, INNER)
+    begin = part * ROUNDS * BLOCK_K
+    end = tl.minimum(begin + ROUNDS * BLOCK_K, INNER)
     acc = product(
         x, weight, x, 0.0, held, rows, begin, end, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
     )

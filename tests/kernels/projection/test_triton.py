@@ -46,10 +46,10 @@ def test_logits_are_bf16_values(k3: Case) -> None:
     assert torch.equal(logits, logits.bfloat16().float())
 
 
-@pytest.mark.parametrize("split", [2, 3])
+@pytest.mark.parametrize("split", [2, 3, 4])
 @pytest.mark.parametrize("rows", [2, 5])
 def test_input_columns_shared_by_programs(k3: Case, rows: int, split: int) -> None:
-    # 160 columns are 5 blocks of 32: the last part has fewer than the others.
+    # 160 columns are 5 blocks of 32: the last part has fewer than the others, and of 4 there are 3.
     made = chain(k3, [use_of(k3, "mla_in_proj")], rows, block_k=32, split=split)
     made.check(decode_step(CONTEXTS[:rows]))
     made.check(decode_step(CONTEXTS[::-1][:rows], turn=1))
