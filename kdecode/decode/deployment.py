@@ -60,7 +60,7 @@ class Deployment:
             layer=layer,
             rows=rows,
             rows_per_request=rows_per_request,
-            device=self.tensors or self.device,
+            device=self.place,
             cache_dtype=self.cache_dtype,
             page_tokens=self.page_tokens,
             max_context_tokens=self.max_context_tokens,
@@ -72,6 +72,11 @@ class Deployment:
     @property
     def is_cuda(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def place(self) -> str:
+        """The torch device of the plans' tensors."""
+        return self.tensors or self.device
 
     @property
     def pool(self) -> Pool:

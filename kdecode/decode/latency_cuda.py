@@ -123,7 +123,7 @@ def build(
     """
     rows, each = described.rows, described.rows_per_request
     assert rows is not None
-    memory = memory or PlanMemory(deployment.tensors or deployment.device)
+    memory = memory or PlanMemory(deployment.place)
     buffers = stage_inputs(described.buffer_specs, memory)
     buffers.caches = caches
     buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)

@@ -159,7 +159,7 @@ class StepRunner:
         self, deployment: Deployment, draft: DraftConfig | None
     ) -> dict[tuple[int, int], DecodePlan]:
         """Every prepared plan; on CUDA with its graphs, for which the caches have to be free."""
-        memory, plans = PlanMemory(deployment.device), {}
+        memory, plans = PlanMemory(deployment.place), {}
         # Most rows first: the others use the beginning of its memory.
         sizes = plan_sizes(self._buckets, self._verify_rows, self.engine.max_requests)
         for size in sorted(sizes, reverse=True):

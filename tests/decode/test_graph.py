@@ -17,7 +17,7 @@ from triton_cases import make_case
 
 from kdecode.cache.batch import StepBatch
 from kdecode.config import EngineConfig
-from kdecode.decode import auto, latency_specialized, standard_graph
+from kdecode.decode import auto, latency_specialized, runner, standard_graph
 from kdecode.decode.graph import capture
 from kdecode.decode.plan import DecodePlan, Step
 from kdecode.decode.runner import load_inputs
@@ -139,6 +139,32 @@ def _launched(plan: DecodePlan, batch: StepBatch) -> Tensor:
     with torch.no_grad():
         plan.run()
     return plan.buffers["logits"]
+
+
+def test_a_runner_replays_the_plan_of_a_decode_step(
+    standard: tuple[Loaded, Twins, Twins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a prompt on the standard path, with the logits of that path."""
+    loaded, ours, others = standard
+    pools: list[Pool] = []
+    monkeypatch.setattr(runner, "deployment_of", lambda config, engine: deployment(config))
+    monkeypatch.setattr(runner, "row_buckets", lambda engine: (1,))
+    monkeypatch.setattr(runner, "GraphPool", lambda: pools.append(Pool(Buffers())) or pools[-1])
+    settings = {"max_context_tokens": 256, "page_tokens": PAGE_TOKENS}
+    engine = runner.resolve(EngineConfig(decode_backend="latency_specialized", **settings))
+    (request,) = make_requests([9])
+    ours.fill(StepBatch((request,)), seed=5)
+    copy_caches(ours.theirs, others.theirs)
+    steps = runner.StepRunner(loaded.packed, ours.theirs, engine)
+    assert [pool.recorded for pool in pools] == [1]
+    prompt = replace(request, token_ids=(1, 2, 3), start=0, is_decode=False)
+    plain = auto.build_auto_plan(loaded.packed, others.theirs, engine)
+    for batch in (StepBatch((prompt,)), StepBatch((replace(request, start=3),))):
+        found, wanted = steps.run(batch), auto.run_standard(plain, batch)
+    assert steps.last_path == (runner.SPECIALIZED, "")
+    assert steps.stats.coverage == 1.0
+    error = (found.cpu() - wanted).square().mean() / wanted.square().mean()
+    assert error.sqrt() < 0.03
 
 
 def test_steps_that_are_not_recorded() -> None:

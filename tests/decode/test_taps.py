@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from auto_cases import Model, Session, make_model, tokens_of
+from cuda_cases import deployment as cuda_deployment
 from torch import Tensor
 
 from kdecode.cache.batch import StepBatch, StepRequest
@@ -63,10 +64,15 @@ def _plans() -> dict[str, DecodePlan]:
     native = describe(
         deployment_of(MINI, resolve(engine), runs=False), outline_model(MINI, "tiles"), 2
     )
-    return {"auto": Session(make_model("k3")).plan, "latency_specialized": native}
+    on_cuda = describe(cuda_deployment(MINI), outline_model(MINI, "rows", "mxfp4_rows"), 2)
+    return {
+        "auto": Session(make_model("k3")).plan,
+        "latency_specialized": native,
+        "latency_specialized on cuda": on_cuda,
+    }
 
 
-@pytest.mark.parametrize("name", ["auto", "latency_specialized"])
+@pytest.mark.parametrize("name", ["auto", "latency_specialized", "latency_specialized on cuda"])
 def test_tags_of_the_tapped_layers(name: str) -> None:
     """The first layer, the last one, and every one between: what comes out names its layer."""
     plan = _tagging(_plans()[name])
