@@ -18,10 +18,12 @@ from kdecode.kernels.common.mla_splits import ROUND_TOKENS, max_splits
 from kdecode.kernels.common.tile_table import choose
 from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
 from kdecode.kernels.common.triton_mla import refuse_cache, refuse_plan, split_length
-from kdecode.kernels.common.triton_ops import dot_bf16
+from kdecode.kernels.common.triton_ops import dot_bf16, prefetch, wait_for_previous
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+
+_LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     blocks = divide_up(each * heads, used.block_m)
     # A context of the longest allowed length may need fewer splits than there is room for.
     needed = min(splits, divide_up(problem.max_context_tokens, ROUND_TOKENS))
+    line = _LINE_BYTES // pages.element_size()
     # Triton 3.6 copies 16 bytes at a time ahead of a round, whatever the rows are aligned to.
     can_copy_ahead = mla.cache_width * pages.element_size() % 16 == 0
     launch = Launch(
@@ -105,9 +108,12 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "BLOCKS": blocks,
             "LATENT_BLOCK": max(16, triton.next_power_of_2(mla.kv_rank)),
             "ROPE_BLOCK": max(16, triton.next_power_of_2(mla.rope_dim)),
+            "LINE": line,
+            "LINES": triton.next_power_of_2(divide_up(mla.cache_width, line)),
         },
         num_warps=used.warps,
         num_stages=used.stages if can_copy_ahead else 1,
+        begins_early=True,
     )
     return TritonStep(launch)
 
@@ -129,6 +135,27 @@ def _pages(entry, first, end, place, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.cons
     else:
         token = first + place
         return tl.load(entry + token // PAGE_TOKENS, mask=token < end, other=0)
+
+
+@triton.jit
+def _prefetch_round(
+    pages,
+    entry,
+    start,
+    end,
+    PAGE_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """The first round of a split into the second-level cache, as far as earlier steps wrote it."""
+    if start < end:
+        token = tl.minimum(start + tl.arange(0, BLOCK_T), end - 1)
+        page = tl.load(entry + token // PAGE_TOKENS)
+        at = (page.to(tl.int64) * PAGE_TOKENS + token % PAGE_TOKENS) * WIDTH
+        line = tl.minimum(tl.arange(0, LINES) * LINE, WIDTH - 1)
+        prefetch(pages + at[:, None] + line[None, :])
 
 
 @triton.jit(do_not_specialize=["max_pages"])
@@ -154,6 +181,8 @@ def attend_splits(
     BLOCKS: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
 ):
     """query [rows, HEADS, LATENT + ROPE]; pages [pages, PAGE_TOKENS, LATENT + ROPE] ->
     sums [rows, SPLITS, HEADS, LATENT], stats [rows, SPLITS, HEADS, 2]."""
@@ -164,6 +193,10 @@ def attend_splits(
     context = tl.load(row_position + last) + 1
     length = split_length(context, SPLITS)
     start = split * length
+    entry = row_pages + last * max_pages
+    # Positions and pages are the step's inputs, which no launch writes.
+    _prefetch_round(pages, entry, start, context - EACH, PAGE_TOKENS, WIDTH, BLOCK_T, LINE, LINES)
+    wait_for_previous()
     if start < context:
         end = tl.minimum(start + length, context)
         lane = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -178,7 +211,6 @@ def attend_splits(
         mask = has_lane[:, None] & has_rest[None, :]
         q_rest = tl.load(own[:, None] + LATENT + rest[None, :], mask=mask, other=0.0)
 
-        entry = row_pages + last * max_pages
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, LATENT_BLOCK], tl.float32)

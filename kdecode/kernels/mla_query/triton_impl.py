@@ -18,7 +18,7 @@ from kdecode.kernels.common.triton_launch import (
     tensor_for,
 )
 from kdecode.kernels.common.triton_mla import refuse_cache, refuse_plan, row_scale
-from kdecode.kernels.common.triton_ops import dot_bf16, round_bf16
+from kdecode.kernels.common.triton_ops import dot_bf16, round_bf16, wait_for_previous
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -103,6 +103,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         },
         num_warps=used.warps,
         num_stages=1,
+        begins_early=True,
     )
     return TritonStep(launch, (weights,))
 
@@ -155,6 +156,7 @@ def _absorb(
     has_row = row < rows
     mask = has_channel[:, None] & has_k[None, :]
     w = tl.load(w_uk + (head * LATENT + channel)[:, None] * NOPE + k[None, :], mask=mask, other=0.0)
+    wait_for_previous()
     own = query + head * (NOPE + ROPE)
     to = out + (row * HEADS + head) * (LATENT + ROPE)
     if IS_DOT:
@@ -197,6 +199,7 @@ def _insert(
     ROPE_BLOCK: tl.constexpr,
 ):
     """The cache row of one row of the step."""
+    wait_for_previous()
     position = tl.load(row_position + row)
     entry = row_pages + row * max_pages + position // PAGE_TOKENS
     page = tl.load(entry, mask=position >= 0, other=-1)

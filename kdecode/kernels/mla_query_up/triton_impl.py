@@ -18,13 +18,15 @@ from kdecode.kernels.common.triton_launch import (
     tensor_for,
 )
 from kdecode.kernels.common.triton_mla import refuse_plan, row_scale
-from kdecode.kernels.common.triton_ops import dot_bf16
+from kdecode.kernels.common.triton_ops import dot_bf16, prefetch, wait_for_previous
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 # Programs that a launch should have, so that every processor of a large GPU has one.
 _PROGRAMS = 128
+# Of bf16 in a line of memory.
+_LINE_COLUMNS = tl.constexpr(64)
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,11 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "BLOCK_R": row_block(rows),
             "BLOCK_N": used.block_n,
             "BLOCK_K": used.block_k,
+            "LINES": triton.next_power_of_2(divide_up(mla.q_rank, _LINE_COLUMNS)),
         },
         num_warps=used.warps,
         num_stages=used.stages,
+        begins_early=True,
     )
     return TritonStep(launch, (weights,))
 
@@ -105,6 +109,7 @@ def query_up(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
 ):
     """proj [rows, PROJ], its first RANK columns; norm [RANK]; weight [WIDTH, RANK] ->
     out [rows, WIDTH]. One or two rows are multiplied in fp32, more by tensor cores."""
@@ -114,12 +119,17 @@ def query_up(
     LANES: tl.constexpr = max(BLOCK_R, 16) if IS_DOT else BLOCK_R
     row = tl.arange(0, LANES)
     has_row = row < rows
+    early = tl.minimum(tl.arange(0, LINES) * _LINE_COLUMNS, RANK - 1)
+    prefetch(weight + tl.minimum(columns, WIDTH - 1)[:, None] * RANK + early[None, :])
+    wait_for_previous()
 
+    # Few rows are read at once, whatever their length.
+    BLOCK_S: tl.constexpr = BLOCK_K if IS_DOT else LINES * _LINE_COLUMNS
     total = tl.zeros([LANES], tl.float32)
-    for start in tl.static_range(0, RANK, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        is_query = has_row[:, None] & (k < RANK)[None, :]
-        own = tl.load(proj + row[:, None] * PROJ + k[None, :], mask=is_query, other=0.0)
+    for start in range(0, RANK, BLOCK_S):
+        channel = start + tl.arange(0, BLOCK_S)
+        is_query = has_row[:, None] & (channel < RANK)[None, :]
+        own = tl.load(proj + row[:, None] * PROJ + channel[None, :], mask=is_query, other=0.0)
         total += tl.sum(own.to(tl.float32) * own.to(tl.float32), axis=1)
     scale = row_scale(total, RANK, EPS)
 

@@ -17,7 +17,12 @@ from kdecode.kernels.common.mla_splits import max_splits
 from kdecode.kernels.common.tile_table import choose
 from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
 from kdecode.kernels.common.triton_mla import refuse_plan, split_length
-from kdecode.kernels.common.triton_ops import dot_bf16, is_last_arrival, sigmoid
+from kdecode.kernels.common.triton_ops import (
+    dot_bf16,
+    is_last_arrival,
+    sigmoid,
+    wait_for_previous,
+)
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -106,6 +111,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         },
         num_warps=used.warps,
         num_stages=2,
+        begins_early=True,
     )
     return TritonStep(launch, (weights,))
 
@@ -190,6 +196,7 @@ def value_gate(
     mask = has_value[:, None] & has_channel[None, :]
     at = (head * VALUE + value)[:, None] * LATENT + channel[None, :]
     w = tl.load(w_uv + at, mask=mask, other=0.0)
+    wait_for_previous()
 
     last = row // EACH * EACH + EACH - 1
     context = tl.load(row_position + last, mask=has_row, other=-1) + 1
