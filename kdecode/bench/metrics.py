@@ -59,6 +59,7 @@ SERVED_FORMULAS: Mapping[str, str] = {
     "acceptance_length": "1 + accepted drafts / rounds, the bonus included",
     "acceptance_rate": "accepted drafts / proposed drafts; falls with their number by itself",
     "step_time": "time of a decode step, by the server's histogram",
+    "derived_tpot": "step_time / acceptance_length; DERIVED from the server's means, not measured",
 }
 
 

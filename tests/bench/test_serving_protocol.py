@@ -171,6 +171,8 @@ def test_synthetic_acceptance_is_checked_against_what_was_asked_for(tmp_path: Pa
         special(**synthetic(SPECIALIZED, acceptance=3.0)),
     )
     assert (good.verdict, good.outputs, good.outputs_valid) == ("faster", None, False)
+    # A round of 3 tokens takes 13 ms by the server's clock.
+    assert rows(good)["DERIVED time per token"] == ("4.333 ms", "3.333 ms", "derived_tpot")
     for acceptance, said in ((5.0, "5.00 were found"), (None, "counters are not available")):
         bad = measure(
             tmp_path,

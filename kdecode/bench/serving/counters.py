@@ -73,6 +73,12 @@ class ServerCounts:
         return 1 + self.accepted / self.rounds
 
     @property
+    def derived_tpot_s(self) -> float | None:
+        """One request at a time would wait this long for a token; of a mean step and round."""
+        length = self.acceptance_length
+        return None if self.step_s is None or length is None else self.step_s / length
+
+    @property
     def acceptance_rate(self) -> float | None:
         if not self.drafted or self.accepted is None:
             return None

@@ -136,6 +136,11 @@ def _rows(summaries: Sequence[ServedSummary], *, has_drafts: bool) -> list[tuple
                 lambda s: _figure(s.counts.acceptance_length),
             ),
             row("accepted drafts", "acceptance_rate", lambda s: _percent(s.counts.acceptance_rate)),
+            row(
+                "DERIVED time per token",
+                "derived_tpot",
+                lambda s: _milliseconds(s.counts.derived_tpot_s),
+            ),
             row("rounds", "server's counter", lambda s: _known(s.counts.rounds)),
         ]
     return rows

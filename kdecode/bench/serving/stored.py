@@ -80,6 +80,7 @@ def counts_of(counts: ServerCounts) -> dict[str, Any]:
         "coverage": counts.coverage,
         "acceptance_length": counts.acceptance_length,
         "acceptance_rate": counts.acceptance_rate,
+        "derived_tpot_s": counts.derived_tpot_s,
     }
 
 
