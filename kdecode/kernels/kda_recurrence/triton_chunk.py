@@ -26,6 +26,8 @@ from kdecode.kernels.common.triton_ops import dot_bf16
 CHUNK = 64
 SUB = 16
 _SUB = tl.constexpr(SUB)
+# Tokens whose factors are in memory at a time: 3 KiB a token and head of 128.
+SEGMENT = 32 * CHUNK
 # Largest |exponent| of a factor inside of a sub-block, so that products stay inside fp32's range.
 _MAX_EXPONENT = 40.0
 
@@ -62,6 +64,11 @@ class Span:
     state: Tensor
     out: Tensor
 
+    def rows(self, first: int, last: int) -> Span:
+        """Some of them, whose state is the same."""
+        own = slice(first, last)
+        return Span(self.qkv[own], self.decay[own], self.beta[own], self.state, self.out[own])
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -75,12 +82,14 @@ def delta_rule_chunks(
     span: Span, lower_bound: float | None, arch: str, *, is_verify: bool = False
 ) -> Recorded | None:
     """Fills ``out`` and moves the state past the rows; of rows to verify, records them instead."""
-    heads, dim = span.qkv.shape[2:]
-    recorded = None
+    tokens, _, heads, dim = span.qkv.shape
+    chosen, recorded, segment = tile(heads, dim, arch), None, SEGMENT
     if is_verify:
         recorded = Recorded(*(torch.empty_like(span.decay) for _ in range(2)))
-    for launch in launches(span, recorded, lower_bound, tile(heads, dim, arch)):
-        launch.run()
+        segment = tokens  # all from the state that stays
+    for first in range(0, tokens, segment):
+        for launch in launches(span.rows(first, first + segment), recorded, lower_bound, chosen):
+            launch.run()
     return recorded
 
 

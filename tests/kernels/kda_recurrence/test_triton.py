@@ -14,7 +14,7 @@ from torch import Tensor
 from kdecode.kernels.common.step import RequestSpan
 from kdecode.kernels.contract import Buffers
 from kdecode.kernels.kda_commit.move import move
-from kdecode.kernels.kda_recurrence import torch_impl, triton_impl
+from kdecode.kernels.kda_recurrence import torch_impl, triton_chunk, triton_impl
 from kdecode.kernels.kda_recurrence.op import CONTRACT
 from kdecode.kernels.kda_recurrence.triton_chunk import Span, delta_rule_chunks
 from kdecode.testing.cases import tiny_k3
@@ -46,14 +46,22 @@ def inputs_of(tokens: int, decay: str, width: int, seed: int = 0) -> tuple[Span,
         (16, "strong", 16),
         (64, "weak", 48),
         (65, "bounded", 32),
-        (130, "strong", 16),
-        (81, "trained", 16),
+        (98, "strong", 16),
+        (70, "trained", 16),
     ],
 )
 def test_chunks_equal_the_recurrence(tokens, decay, width):
     rows, out, moved = inputs_of(tokens, decay, width)
     lower_bound = -5.0 if decay in ("bounded", "weak") else None
     assert delta_rule_chunks(rows, lower_bound, "sm_90") is None
+    assert_near(rows.state.cpu(), moved, "state", BOUND)
+    assert_near(rows.out.cpu(), out, "out", 2.5e-3)
+
+
+def test_a_long_prompt_is_run_in_segments(monkeypatch):
+    monkeypatch.setattr(triton_chunk, "SEGMENT", 32)
+    rows, out, moved = inputs_of(70, "bounded", 16)
+    delta_rule_chunks(rows, -5.0, "sm_90")
     assert_near(rows.state.cpu(), moved, "state", BOUND)
     assert_near(rows.out.cpu(), out, "out", 2.5e-3)
 
