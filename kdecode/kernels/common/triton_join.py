@@ -11,16 +11,21 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kdecode.kernels.common.matrix import Matrix
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_launch import (
+    Launch,
+    TritonStep,
+    divide_up,
+    plan_rows,
+    row_major,
+    tensor_for,
+)
 from kdecode.kernels.common.triton_ops import to_bf16
 from kdecode.kernels.common.triton_product import product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16 = torch.bfloat16
-MAX_ROWS = 64
 
 
 def prepare_join(
@@ -107,27 +112,3 @@ def join(
     held = tl.minimum(n, WIDTH - 1)
     acc = product(x, weight, x, 0.0, held, rows, 0, INNER, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False)
     add_residual(to_bf16(acc), n, rows, delta_out, prefix, pushed, WIDTH, BLOCK_R, PUSH)
-
-
-def row_major(matrix: Matrix, shape: tuple[int, int], name: str) -> Tensor:
-    """The data of a bf16 matrix in format "rows" of a known size."""
-    if matrix.format != "rows":
-        raise ValueError(f"{name} is in {matrix.format}; the CUDA kernels read rows of bf16.")
-    return tensor_for(matrix.data, BF16, shape, name=name)
-
-
-def plan_rows(problem: Problem) -> int:
-    """The rows of a step that has been accepted; ValueError for a plan of any number of rows."""
-    reasons = refuse_plan_rows(problem)
-    if problem.rows is None or reasons:
-        raise ValueError(" ".join(reasons))
-    return problem.rows
-
-
-def refuse_plan_rows(problem: Problem) -> list[str]:
-    """Reasons that concern the number of rows."""
-    if problem.rows is None:
-        return ["The steps of a CUDA plan are built for a fixed number of rows."]
-    if not 1 <= problem.rows <= MAX_ROWS:
-        return [f"The steps of a CUDA plan take 1 to {MAX_ROWS} rows; this has {problem.rows}."]
-    return []

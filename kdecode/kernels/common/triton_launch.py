@@ -19,6 +19,9 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.contract import Problem
+
 # Rows that a kernel is specialised for; a step of R rows takes the smallest that holds them.
 ROW_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -98,3 +101,29 @@ def tensor_for(
 def divide_up(size: int, block: int) -> int:
     """Blocks that cover ``size``."""
     return int(triton.cdiv(size, block))
+
+
+def row_major(matrix: Matrix, shape: tuple[int, int], name: str) -> Tensor:
+    """The data of a bf16 matrix in format "rows" of a known size."""
+    if matrix.format != "rows":
+        raise ValueError(f"{name} is in {matrix.format}; the CUDA kernels read rows of bf16.")
+    return tensor_for(matrix.data, torch.bfloat16, shape, name=name)
+
+
+def plan_rows(problem: Problem) -> int:
+    """The rows of a step that has been accepted; ValueError for a plan of any number of rows."""
+    reasons = refuse_plan_rows(problem)
+    if problem.rows is None or reasons:
+        raise ValueError(" ".join(reasons))
+    return problem.rows
+
+
+def refuse_plan_rows(problem: Problem) -> list[str]:
+    """Reasons that concern the number of rows."""
+    if problem.rows is None:
+        return ["The steps of a CUDA plan are built for a fixed number of rows."]
+    if not 1 <= problem.rows <= ROW_BLOCKS[-1]:
+        return [
+            f"The steps of a CUDA plan take 1 to {ROW_BLOCKS[-1]} rows; this has {problem.rows}."
+        ]
+    return []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdecode.kernels.common.triton_join import prepare_join, refuse_plan_rows
-from kdecode.kernels.common.triton_launch import TritonStep
+from kdecode.kernels.common.triton_join import prepare_join
+from kdecode.kernels.common.triton_launch import TritonStep, refuse_plan_rows
 from kdecode.kernels.contract import Buffers, Problem
 
 

@@ -6,8 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kdecode.kernels.common.triton_join import plan_rows, refuse_plan_rows
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, tensor_for
+from kdecode.kernels.common.triton_launch import (
+    Launch,
+    TritonStep,
+    plan_rows,
+    refuse_plan_rows,
+    tensor_for,
+)
 from kdecode.kernels.common.triton_mix import mix_arguments, mix_norm_row
 from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.embed_norm.op import EmbedWeights

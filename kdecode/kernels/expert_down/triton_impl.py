@@ -12,8 +12,7 @@ from kdecode.kernels.common.triton_expert_down import (
     is_grouped,
     num_counters,
 )
-from kdecode.kernels.common.triton_join import plan_rows, refuse_plan_rows
-from kdecode.kernels.common.triton_launch import TritonStep
+from kdecode.kernels.common.triton_launch import TritonStep, plan_rows, refuse_plan_rows
 from kdecode.kernels.contract import Buffers, Problem
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from kdecode.kernels.common.expert_launch import expert_input, stack_of
 from kdecode.kernels.common.triton_expert_up import up_launch
-from kdecode.kernels.common.triton_join import refuse_plan_rows
-from kdecode.kernels.common.triton_launch import TritonStep
+from kdecode.kernels.common.triton_launch import TritonStep, refuse_plan_rows
 from kdecode.kernels.contract import Buffers, Problem
 
 

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from kdecode.kernels.common.mix_norm import MixNorm
-from kdecode.kernels.common.triton_join import plan_rows, refuse_plan_rows
-from kdecode.kernels.common.triton_launch import Launch, TritonStep
+from kdecode.kernels.common.triton_launch import Launch, TritonStep, plan_rows, refuse_plan_rows
 from kdecode.kernels.common.triton_mix import mix_arguments, mix_norm_row
 from kdecode.kernels.contract import Buffers, Problem
 

@@ -16,8 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kdecode.config import ModelConfig
-from kdecode.kernels.common.triton_join import plan_rows, refuse_plan_rows, row_major
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_launch import (
+    Launch,
+    TritonStep,
+    divide_up,
+    plan_rows,
+    refuse_plan_rows,
+    row_major,
+    tensor_for,
+)
 from kdecode.kernels.common.triton_ops import gated, is_last_arrival, round_bf16, to_bf16
 from kdecode.kernels.common.triton_product import product, product_rows, product_tile
 from kdecode.kernels.common.triton_route import (

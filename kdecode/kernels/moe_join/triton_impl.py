@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kdecode.kernels.common.triton_join import (
-    add_residual,
+from kdecode.kernels.common.triton_join import add_residual
+from kdecode.kernels.common.triton_launch import (
+    Launch,
+    TritonStep,
+    divide_up,
     plan_rows,
     refuse_plan_rows,
     row_major,
+    tensor_for,
 )
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
 from kdecode.kernels.common.triton_ops import round_bf16, to_bf16, wait_for_previous
 from kdecode.kernels.common.triton_product import FEW_ROWS, product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem

@@ -10,8 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kdecode.kernels.common.triton_join import plan_rows, refuse_plan_rows, row_major
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_launch import (
+    Launch,
+    TritonStep,
+    divide_up,
+    plan_rows,
+    refuse_plan_rows,
+    row_major,
+    tensor_for,
+)
 from kdecode.kernels.common.triton_ops import is_last_arrival, to_bf16
 from kdecode.kernels.common.triton_product import product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
