@@ -15,37 +15,29 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from kdecode.config import MXFP4_GROUP, LosslessPacking, ModelConfig
+from kdecode.config import LosslessPacking, ModelConfig
 from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.matrix import (
-    GROUP_BYTES,
     INTEGER_BITS,
     ROW_FORMATS,
     TILE_ROWS,
     Matrix,
     empty_huge,
-    num_tiles,
-    pack12_shape,
-    pack_mxfp4_rows,
-    pack_mxfp4_tiles,
     pack_rows,
     pack_tiles,
 )
+from kdecode.model.gated_layout import ExpertPacker, Mxfp4Format, interleaved, pair_tiles
 from kdecode.model.parameters import (
-    ExpertWeight,
     KdaParameters,
     LayerParameters,
     MixParameters,
     MlaParameters,
     MlpParameters,
     MoeParameters,
-    Mxfp4,
 )
 from kdecode.model.weights import CheckpointReader
 
 TrunkFormat = Literal["rows", "tiles", "tiles12", "int8_tiles", "int4_tiles"]
-# How MXFP4 experts are stored, whatever the trunk's format is.
-Mxfp4Format = Literal["mxfp4_tiles", "mxfp4_rows"]
 _Packed = TypeVar("_Packed")
 
 
@@ -313,8 +305,8 @@ class _Packer:
         if self.trunk_format == "rows":
             return PackedMlp(self._joined([p.gate_proj, p.up_proj]), self.matrix(p.down_proj))
         rows, cols = p.gate_proj.shape
-        data = empty_huge((_pair_tiles(rows), cols // 2, TILE_ROWS, 2), torch.bfloat16)
-        gate_up = _interleaved(p.gate_proj, p.up_proj, data, None)
+        data = empty_huge((pair_tiles(rows), cols // 2, TILE_ROWS, 2), torch.bfloat16)
+        gate_up = interleaved(p.gate_proj, p.up_proj, data, None)
         return PackedMlp(self._packed(gate_up), self.matrix(p.down_proj))
 
     def _moe(self, p: MoeParameters) -> PackedMoe:
@@ -325,117 +317,17 @@ class _Packer:
             latent_norm=None if p.latent_norm is None else p.latent_norm.float(),
             latent_up=self._optional(p.latent_up),
             shared=None if p.shared is None else self._gated(p.shared),
-            experts=self._experts(p),
+            experts=tuple(PackedMlp(*pair) for pair in self._experts().experts(p)),
         )
+
+    def _experts(self) -> ExpertPacker:
+        is_coded = self.config.moe.expert_format == "mxfp4"
+        return ExpertPacker(is_coded, self.trunk_format, self.mxfp4, self._packed)
 
     def _router(self, weight: Tensor) -> Matrix:
         """Never in integers: it is small, and another choice of experts costs much."""
         exact: TrunkFormat = "tiles" if self.trunk_format in INTEGER_BITS else self.trunk_format
         return _packed_matrix([weight], exact, self.isa)
-
-    def _experts(self, p: MoeParameters) -> tuple[PackedMlp, ...]:
-        """The experts of a layer share one block of memory for each kind of matrix."""
-        count = len(p.w1)
-        width, side = p.w1[0].shape
-        is_coded = self.config.moe.expert_format == "mxfp4"
-        if self.mxfp4 == "mxfp4_rows" if is_coded else self.trunk_format == "rows":
-            stack = ExpertStack.empty("mxfp4_rows" if is_coded else "rows", count, width, side)
-            for pair, w1, w3, w2 in zip(stack.matrices(), p.w1, p.w3, p.w2, strict=True):
-                _into_rows([w1, w3], pair[0])
-                _into_rows([w2], pair[1])
-            return tuple(PackedMlp(*pair) for pair in stack.matrices())
-        if self.config.moe.expert_format == "bf16" and self.trunk_format != "tiles":
-            return self._packed_experts(p)
-        gate_up = self._block(count, _pair_tiles(width), side)
-        down = self._block(count, num_tiles(side), width)
-        experts = []
-        for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True)):
-            data, scales = (None if part is None else part[expert] for part in gate_up)
-            assert data is not None
-            experts.append(
-                PackedMlp(
-                    _interleaved(w1, w3, data, scales),
-                    _into(w2, *(None if part is None else part[expert] for part in down)),
-                )
-            )
-        return tuple(experts)
-
-    def _packed_experts(self, p: MoeParameters) -> tuple[PackedMlp, ...]:
-        """bf16 experts in 12 bits a weight or in integers; what does not pack well in "tiles"."""
-        count = len(p.w1)
-        width, side = p.w1[0].shape
-        gate_up: Sequence[Tensor | None] = [None] * count
-        down: Sequence[Tensor | None] = [None] * count
-        if self.trunk_format == "tiles12":
-            shapes = pack12_shape(2 * width, side), pack12_shape(side, width)
-            gate_up, down = (list(empty_huge((count, *shape), torch.uint8)) for shape in shapes)
-        experts = []
-        for expert, (w1, w3, w2) in enumerate(zip(p.w1, p.w3, p.w2, strict=True)):
-            data = torch.empty(_pair_tiles(width), side // 2, TILE_ROWS, 2, dtype=torch.bfloat16)
-            plain = _interleaved(w1, w3, data, None), pack_tiles(_dense(w2))
-            experts.append(
-                PackedMlp(
-                    self._packed(plain[0], gate_up[expert]), self._packed(plain[1], down[expert])
-                )
-            )
-        return tuple(experts)
-
-    def _block(self, count: int, tiles: int, cols: int) -> tuple[Tensor, Tensor | None]:
-        """Memory of ``count`` matrices in the experts' tile format: data and scales."""
-        if self.config.moe.expert_format == "bf16":
-            return empty_huge((count, tiles, cols // 2, TILE_ROWS, 2), torch.bfloat16), None
-        shape = (count, tiles, cols // MXFP4_GROUP)
-        data = empty_huge((*shape, GROUP_BYTES), torch.uint8)
-        return data, empty_huge((*shape, TILE_ROWS), torch.uint8)
-
-
-def _pair_tiles(width: int) -> int:
-    """Tiles of gate and up together."""
-    if width % TILE_ROWS:
-        raise ValueError(
-            f"Interleaved gate and up rows need a width that is a multiple of {TILE_ROWS}; it is "
-            f"{width}."
-        )
-    return 2 * width // TILE_ROWS
-
-
-def _interleaved(
-    gate: ExpertWeight, up: ExpertWeight, data: Tensor, scales: Tensor | None
-) -> Matrix:
-    """Gate in the even tiles, up in the odd ones."""
-    for first, weight in enumerate((gate, up)):
-        _into(weight, data[first::2], None if scales is None else scales[first::2])
-    rows, cols = gate.shape
-    if scales is None:
-        return Matrix("tiles", 2 * rows, cols, data)
-    return Matrix("mxfp4_tiles", 2 * rows, cols, data, scales)
-
-
-def _into_rows(weights: Sequence[ExpertWeight], out: Matrix) -> None:
-    """Fills a matrix of a stack with these, one below the other."""
-    if out.scales is None:
-        pack_rows([_dense(weight) for weight in weights], out.data)
-    else:
-        pack_mxfp4_rows([_coded(weight) for weight in weights], (out.data, out.scales))
-
-
-def _into(weight: ExpertWeight, data: Tensor | None, scales: Tensor | None) -> Matrix:
-    if isinstance(weight, Mxfp4):
-        out = None if data is None or scales is None else (data, scales)
-        return pack_mxfp4_tiles(weight.packed, weight.scale, out)
-    return pack_tiles(weight, data)
-
-
-def _dense(weight: ExpertWeight) -> Tensor:
-    if isinstance(weight, Mxfp4):
-        raise TypeError("The configuration states bf16 experts; this one is MXFP4.")
-    return weight
-
-
-def _coded(weight: ExpertWeight) -> tuple[Tensor, Tensor]:
-    if not isinstance(weight, Mxfp4):
-        raise TypeError("The configuration states MXFP4 experts; this one is bf16.")
-    return weight.packed, weight.scale
 
 
 def _folded_mix(mix: MixParameters | None) -> Tensor | None:

@@ -21,8 +21,8 @@ from kdecode.kernels.common.matrix import (
     MatrixFormat,
     num_tiles,
 )
+from kdecode.model.gated_layout import Mxfp4Format
 from kdecode.model.layout import (
-    Mxfp4Format,
     PackedKda,
     PackedLayer,
     PackedMla,

@@ -22,6 +22,7 @@ from kdecode.kernels.common.matrix import (
     to_rows,
 )
 from kdecode.kernels.linear.unpack import unpack_rows
+from kdecode.model.gated_layout import pair_tiles
 from kdecode.model.layout import (
     PackedKda,
     PackedMla,
@@ -339,11 +340,9 @@ def test_the_absorbed_key_projection(mini_checkpoint: Path) -> None:
 
 
 def test_widths_that_cannot_alternate(mini_linear_checkpoint: Path) -> None:
-    from kdecode.model.layout import _pair_tiles
-
-    assert _pair_tiles(48) == 6
+    assert pair_tiles(48) == 6
     with pytest.raises(ValueError, match="multiple of 16; it is 40"):
-        _pair_tiles(40)
+        pair_tiles(40)
     with pytest.raises(ValueError, match="trunk_format is 'columns'"):
         pack_model(CheckpointReader(mini_linear_checkpoint), "columns")  # type: ignore[arg-type]
 
