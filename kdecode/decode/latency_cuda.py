@@ -69,8 +69,6 @@ class _Use:
 def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str]:
     """Reasons of the device and of each op. rows: of the largest plan."""
     reasons = _refuse_device(deployment)
-    if deployment.rotation_scale is not None:
-        reasons.append("The CUDA plan has no attention that is rotated, as a draft's is.")
     if find_spec("triton") is None:
         reasons.append(
             "The CUDA plan is made of Triton kernels and Triton is not installed here; install the "
