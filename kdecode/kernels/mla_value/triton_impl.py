@@ -15,7 +15,13 @@ import triton.language as tl
 
 from kdecode.kernels.common.mla_splits import max_splits
 from kdecode.kernels.common.tile_table import choose
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_launch import (
+    Launch,
+    TritonStep,
+    divide_up,
+    row_block,
+    tensor_for,
+)
 from kdecode.kernels.common.triton_mla import refuse_plan, split_length
 from kdecode.kernels.common.triton_ops import (
     dot_bf16,
@@ -42,6 +48,7 @@ class Tile:
 
 def tile(rows: int, heads: int, kv_rank: int, arch: str) -> Tile:
     """The tile of a step of so many rows."""
+    rows = row_block(rows)
     # Few rows where each has many splits to be added up, or a program would read for too long.
     block_r = 1 if rows == 1 else 2 if rows <= 8 else 16
     block_k = 128
@@ -50,7 +57,8 @@ def tile(rows: int, heads: int, kv_rank: int, arch: str) -> Tile:
     ):
         block_k //= 2
     block_k = min(block_k, max(16, triton.next_power_of_2(kv_rank)))
-    block_s = max(1, min(64, 4096 // (block_r * block_k)))
+    # Up to 64 sums a thread are on their way at a time.
+    block_s = max(1, min(64, 8192 // (block_r * block_k)))
     default = Tile(block_r, block_k, min(block_s, max_splits(rows)), warps=4)
     return choose("mla_value", arch, f"rows {rows}, {heads} x {kv_rank}", default)
 
