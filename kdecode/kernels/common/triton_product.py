@@ -56,17 +56,17 @@ def product_tile(
     can_split: whether the kernel can share a block's inner columns among programs.
     """
     few = rows <= FEW_ROWS
-    default = _few_tile(rows, inner) if few else _many_tile(rows, columns, inner, can_split)
+    default = _few_tile(inner) if few else _many_tile(rows, columns, inner, can_split)
     shape = f"rows {product_rows(rows)}, {columns} x {inner}"
     return choose(kernel, arch, shape, default)
 
 
-def _few_tile(rows: int, inner: int) -> ProductTile:
+def _few_tile(inner: int) -> ProductTile:
     """A warp has 256 inner columns, eight a thread, so that all of its columns have one input."""
     block_k = 512 if inner % 1024 and inner % 512 == 0 else 1024
     block_k = max(16, min(block_k, triton.next_power_of_2(inner)))
     # Products of one round have their weights in registers once, others those of two rounds.
-    block_n = (8 if inner <= block_k else 4) // rows
+    block_n = 8 if inner <= block_k else 4
     return ProductTile(block_n, block_k, 1, warps=max(1, block_k // 256), stages=2)
 
 
