@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kdecode.kernels.common import mla_splits
-from kdecode.kernels.common.triton_launch import ROW_BLOCKS
+from kdecode.kernels.common.triton_launch import refuse_plan_rows
 from kdecode.kernels.contract import Problem
 
 CACHE_DTYPES = ("bf16", "fp8")
@@ -34,11 +34,7 @@ def row_scale(total, WIDTH: tl.constexpr, EPS: tl.constexpr):
 
 def refuse_plan(problem: Problem) -> list[str]:
     """Reasons that every step of latent attention has in common."""
-    reasons = []
-    most = ROW_BLOCKS[-1]
-    if problem.rows is None or not 1 <= problem.rows <= most:
-        rows = "any number" if problem.rows is None else problem.rows
-        reasons.append(f"The Triton steps take 1 to {most} rows; this plan has {rows}.")
+    reasons = refuse_plan_rows(problem)
     if problem.rotation_scale is not None:
         reasons.append(
             "The Triton kernels have no rotated attention; the plan is of a draft, with a rotation "

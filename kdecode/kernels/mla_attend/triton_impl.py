@@ -16,7 +16,13 @@ import triton.language as tl
 
 from kdecode.kernels.common.mla_splits import ROUND_TOKENS, max_splits
 from kdecode.kernels.common.tile_table import choose
-from kdecode.kernels.common.triton_launch import Launch, TritonStep, divide_up, tensor_for
+from kdecode.kernels.common.triton_launch import (
+    Launch,
+    TritonStep,
+    divide_up,
+    plan_rows,
+    tensor_for,
+)
 from kdecode.kernels.common.triton_mla import refuse_cache, refuse_plan, split_length
 from kdecode.kernels.common.triton_ops import dot_bf16, prefetch, wait_for_previous
 from kdecode.kernels.contract import Buffers, Problem
@@ -57,8 +63,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     """weights: not used; the caches are those of ``buffers``."""
-    mla, rows, each = problem.config.mla, problem.rows, problem.rows_per_request
-    assert rows is not None
+    mla, rows, each = problem.config.mla, plan_rows(problem), problem.rows_per_request
     heads, table = mla.num_heads, buffers["row_pages"]
     pages, is_fp8 = buffers.caches.pages[problem.layer], problem.cache_dtype == "fp8"
     shape = (pages.shape[0], problem.page_tokens, mla.cache_width)

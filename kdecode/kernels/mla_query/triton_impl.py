@@ -14,7 +14,9 @@ from kdecode.kernels.common.triton_launch import (
     Launch,
     TritonStep,
     divide_up,
+    plan_rows,
     row_block,
+    row_major,
     tensor_for,
 )
 from kdecode.kernels.common.triton_mla import refuse_cache, refuse_plan, row_scale
@@ -51,8 +53,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     """weights: a `PackedLayer` whose ``attention`` is a `PackedMla`."""
-    mla, rows, attention = problem.config.mla, problem.rows, weights.attention
-    assert rows is not None
+    mla, rows, attention = problem.config.mla, plan_rows(problem), weights.attention
     heads, proj, table = mla.num_heads, buffers["mla_proj"], buffers["row_pages"]
     columns = proj.shape[1]
     query, query_width = proj, heads * mla.qk_dim
@@ -72,7 +73,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         arguments={
             "query": tensor_for(query, BF16, (rows, query.shape[1]), name="the query"),
             "proj": tensor_for(proj, BF16, (rows, columns), name="mla_proj"),
-            "w_uk": tensor_for(attention.w_uk.data, BF16, up_shape, name="W_UK"),
+            "w_uk": row_major(attention.w_uk, up_shape, "W_UK"),
             "kv_norm": tensor_for(attention.kv_norm, FP32, (mla.kv_rank,), name="kv_norm"),
             "row_position": tensor_for(
                 buffers["row_position"], INT32, (rows,), name="row_position"

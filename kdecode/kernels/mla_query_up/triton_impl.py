@@ -14,7 +14,9 @@ from kdecode.kernels.common.triton_launch import (
     Launch,
     TritonStep,
     divide_up,
+    plan_rows,
     row_block,
+    row_major,
     tensor_for,
 )
 from kdecode.kernels.common.triton_mla import refuse_plan, row_scale
@@ -62,8 +64,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     """weights: a `PackedLayer` whose ``attention`` is a `PackedMla`."""
-    mla, rows, attention = problem.config.mla, problem.rows, weights.attention
-    assert rows is not None
+    mla, rows, attention = problem.config.mla, plan_rows(problem), weights.attention
     assert mla.q_rank is not None
     width = mla.num_heads * mla.qk_dim
     proj = buffers["mla_proj"]
@@ -74,7 +75,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         arguments={
             "proj": tensor_for(proj, BF16, (rows, proj.shape[1]), name="mla_proj"),
             "norm": tensor_for(attention.q_norm, FP32, (mla.q_rank,), name="q_norm"),
-            "weight": tensor_for(attention.q_b.data, BF16, (width, mla.q_rank), name="q_b"),
+            "weight": row_major(attention.q_b, (width, mla.q_rank), "q_b"),
             "out": tensor_for(buffers["mla_q"], BF16, (rows, width), name="mla_q"),
             "rows": rows,
         },

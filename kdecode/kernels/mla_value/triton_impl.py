@@ -19,7 +19,9 @@ from kdecode.kernels.common.triton_launch import (
     Launch,
     TritonStep,
     divide_up,
+    plan_rows,
     row_block,
+    row_major,
     tensor_for,
 )
 from kdecode.kernels.common.triton_mla import refuse_plan, split_length
@@ -70,8 +72,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     """weights: a `PackedLayer` whose ``attention`` is a `PackedMla`."""
-    mla, rows, attention = problem.config.mla, problem.rows, weights.attention
-    assert rows is not None
+    mla, rows, attention = problem.config.mla, plan_rows(problem), weights.attention
     heads, proj, splits = mla.num_heads, buffers["mla_proj"], max_splits(rows)
     width = heads * mla.v_dim
     gate_at = (heads * mla.qk_dim if mla.q_rank is None else mla.q_rank) + mla.cache_width
@@ -94,7 +95,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "row_position": tensor_for(
                 buffers["row_position"], INT32, (rows,), name="row_position"
             ),
-            "w_uv": tensor_for(attention.w_uv.data, BF16, (width, mla.kv_rank), name="W_UV"),
+            "w_uv": row_major(attention.w_uv, (width, mla.kv_rank), "W_UV"),
             "latents": tensor_for(
                 buffers["mla_latent"], BF16, (rows, heads, mla.kv_rank), name="mla_latent"
             ),

@@ -224,5 +224,5 @@ def test_refusals():
     assert len(query.refuse(problem)) == 3
     assert len(value.refuse(replace(problem, rows=None))) == 2
     text = "\n".join(attend.refuse(replace(problem, rows=65)))
-    for part in ("this plan has 65", "rotation scale of 0.5", "int4 was asked", "of 2 each"):
+    for part in ("this has 65", "rotation scale of 0.5", "int4 was asked", "of 2 each"):
         assert part in text
