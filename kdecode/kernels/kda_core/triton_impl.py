@@ -261,11 +261,11 @@ def _core(
     v0, v1, v2 = _window(past + v_at, 3 * WIDTH, in_v)
     line = proj + first * PROJ
     f_a = 3 * WIDTH + GATE
-    f = _head_product(f_weight, proj + f_a, first, last, RANK, PROJ, BLOCK_RANK)
     q3 = tl.load(line + q_at, mask=in_d, other=0.0)
     k3 = tl.load(line + k_at, mask=in_d, other=0.0)
     v3 = tl.load(line + v_at, mask=in_v, other=0.0)
     b = tl.load(line + f_a + RANK + head)
+    f = _head_product(f_weight, proj + f_a, first, last, RANK, PROJ, BLOCK_RANK)
 
     t16 = tl.arange(0, _BLOCK_T)
     for block in range(first, last, _BLOCK_T):
