@@ -34,7 +34,7 @@ def launches_of(args: argparse.Namespace) -> tuple[Launch, ...]:
     if not args.serve and (args.model is not None or args.speculative_config is not None):
         raise InputError("MODEL and --speculative-config are the servers' own; leave them out.")
     if args.serve:
-        launches = own_servers(args)
+        launches = own_servers(args, _longest_request(args))
     elif args.recipe is not None:
         launches = recipe_servers(args)
     if launches:
@@ -89,6 +89,26 @@ def clients_of(args: argparse.Namespace) -> tuple[Client, Client]:
             )
         )
     return made[0], made[1]
+
+
+def _longest_request(args: argparse.Namespace) -> int:
+    """Tokens of a prompt and its reply; a text has at most as many as bytes."""
+    from kdecode.bench.quality.items import TaskError, load_task
+    from kdecode.bench.workloads.types import WorkloadError
+
+    try:
+        if args.task is not None:
+            tasks = [load_task(text, args.seed, args.task_limit) for text in args.task]
+            texts = [str(item.messages).encode() for task in tasks for item in task.items]
+            return int(args.task_max_tokens) + max(map(len, texts))
+        workload = _made_or_read(args, _TOKEN_IDS)
+    except (TaskError, WorkloadError) as error:
+        raise InputError(str(error)) from error
+    return max(
+        request.max_tokens
+        + len(request.prompt_ids or (request.prompt or str(request.messages)).encode())
+        for request in workload.requests
+    )
 
 
 async def workload_of(args: argparse.Namespace, client: Client) -> Workload:

@@ -29,8 +29,11 @@ _FLAGS = (
 _ARM_KEYS = {"command", "url", "environment", "ready_s"}
 
 
-def own_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
-    """`kdecode serve` once for each backend, with the engine flags of the comparison."""
+def own_servers(args: argparse.Namespace, longest_request: int) -> tuple[Launch, Launch]:
+    """`kdecode serve` once for each backend, with the engine flags of the comparison.
+
+    longest_request: tokens of a prompt with its reply that have to fit.
+    """
     from kdecode.bench.serving.launch import Launch, free_port
 
     directory = model_directory(args)
@@ -44,7 +47,7 @@ def own_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
         "--block-size": args.page_tokens,
         "--seed": args.engine_seed,
         "--max-num-seqs": args.concurrency or 1,
-        "--max-model-len": context_tokens(args.prompt_tokens + args.output_tokens),
+        "--max-model-len": context_tokens(longest_request),
         "--speculative-config": _speculative(args),
     }
     given = [text for flag, v in flags.items() if v is not None for text in (flag, str(v))]

@@ -15,6 +15,7 @@ import pytest
 from kdecode import cli
 from kdecode.bench.serving.launch import Launch, LaunchError, free_port, launched
 from kdecode.commands.common import InputError
+from kdecode.commands.compare_design import launches_of
 from kdecode.commands.launches import recipe_servers
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -91,6 +92,22 @@ def test_two_backends_as_servers(mini_checkpoint: Path, tmp_path: Path) -> None:
         assert summary["hit_rate"] == 0
     assert [summary["counts"]["coverage"] for summary in document["summaries"]] == [0.0, 1.0]
     assert document["verdict"] != "outputs differ"
+
+
+@pytest.mark.parametrize(
+    ("flags", "least"),
+    [
+        (["--prompt-tokens", "9000", "--output-tokens", "50"], 9050),
+        (["--agentic"], 3000),
+        (["--task", "mrcr", "--task-max-tokens", "5000"], 6000),
+    ],
+)
+def test_own_servers_hold_the_longest_request(tmp_path: Path, flags: list[str], least: int) -> None:
+    args = cli.build_parser().parse_args(["compare", str(tmp_path), "--serve", *flags])
+    for launch in launches_of(args):
+        place = list(launch.command).index("--max-model-len") + 1
+        assert least <= int(launch.command[place]) <= 3 * least
+    assert args.url_a != args.url_b
 
 
 def test_no_flag_of_a_recipe_is_unknown_to_the_command(tmp_path: Path) -> None:
