@@ -193,8 +193,12 @@ def test_plan_of_a_configuration_needs_no_weights(
     code, out, _ = _run(capsys, "plan", "--config", config, *args)
     assert (code, out) == _run(capsys, "plan", mini_checkpoint, *args)[:2]
     code, out, _ = _run(capsys, "plan", "--config", config, *args, "--device", "cuda")
+    assert code == 0
+    assert " steps in one CUDA graph\n" in out
+    arch = ("--device", "cuda", "--arch", "sm_80")
+    code, out, _ = _run(capsys, "plan", "--config", config, *args, *arch)
     assert code == 1
-    assert "The native kernels run on the cpu; the device is cuda." in out
+    assert "The Triton kernels are made for sm_90 (Hopper) and later; cuda is sm_80." in out
 
 
 @pytest.mark.parametrize("part", ["decode", "contention"])
@@ -207,6 +211,15 @@ def test_replies_too_short_to_decode_together_are_named(
     assert (code, out) == (2, "")
     assert "No step had all 8 requests decoding" in err
     assert "output-tokens is 2" in err
+
+
+OWN_REASON = "The kernels do not take this model."
+
+
+def _refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """latency_specialized has a reason of its own: the small models give it none."""
+    refuse = "kdecode.decode.latency_specialized.refuse"
+    monkeypatch.setattr(refuse, lambda deployment, rows_per_request=1: [OWN_REASON])
 
 
 @pytest.mark.parametrize(
@@ -231,6 +244,7 @@ def test_every_reason_of_a_refusal_is_named_by_every_command(
 
     # Nothing is packed for an engine that cannot be.
     monkeypatch.setattr(worker, "pack_model", None)
+    _refuse(monkeypatch)
     names = ("--kv-cache-dtype", "--block-size")
     if command[0] != "serve":
         names = ("--cache-dtype", "--page-tokens")
@@ -239,7 +253,7 @@ def test_every_reason_of_a_refusal_is_named_by_every_command(
     if command[0] == "serve":
         settings = (*settings, "--max-num-batched-tokens", 1)
         shared = (*shared, "max_step_tokens is 1")
-    for backend, own in (("latency_specialized", ["the device is cuda:99"]), ("auto", [])):
+    for backend, own in (("latency_specialized", [OWN_REASON]), ("auto", [])):
         places = {"MODEL": str(mini_checkpoint), "BACKEND": backend}
         args = [places.get(arg, arg) for arg in command]
         found, out, err = _run(capsys, *args, *settings)
@@ -305,13 +319,14 @@ def test_plan_with_a_draft(
 
 
 def test_a_refusal_in_json_is_a_list(
-    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _refuse(monkeypatch)
     args = ("plan", mini_checkpoint, "--decode-backend", "latency_specialized", "--json")
     code, out, _ = _run(capsys, *args, "--device", "cuda:99", "--cache-dtype", "fp8", *ENGINE)
     reasons = json.loads(out)["refusals"]
     assert code == 1
-    for part, reason in zip(("run on the cpu", "cuda:99", "k_scale"), reasons, strict=True):
+    for part, reason in zip((OWN_REASON, "cuda:99", "k_scale"), reasons, strict=True):
         assert part in reason
 
 

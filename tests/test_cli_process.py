@@ -129,7 +129,7 @@ def test_what_is_imported_before_an_interrupt_is_caught() -> None:
         ["plan", "--help"],
         ["plan", "MODEL", *ENGINE],
         ["plan", "MODEL", "--json", *ENGINE],
-        ["plan", "MODEL", "--decode-backend", "latency_specialized", "--device", "cuda:99"],
+        ["plan", "MODEL", "--device", "cuda", "--arch", "sm_80"],
         ["generate", "MODEL", "--prompt", "a", "--max-tokens", "2", *ENGINE],
         ["check", "MODEL", "--layers", "1", "--decode-backend", "auto", *ENGINE],
         ["make-checkpoint", "NEW", "--preset", "mini"],

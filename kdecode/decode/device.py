@@ -18,12 +18,13 @@ from kdecode.decode.latency_cuda import OLDEST_ARCH
 def device_arch(device: str) -> str:
     """ "sm_90" of a CUDA device, "" of the CPU.
 
-    Where torch finds no GPU, as when a plan is described on another machine, it is the oldest one
-    that plans are made for; that there is no device is `engine/preflight.py`'s to say.
+    Where torch does not find it, as when a plan is described on another machine, it is the oldest
+    one that plans are made for; that there is no such device is `engine/preflight.py`'s to say.
     """
     if device == "cpu":
         return ""
-    if not torch.cuda.is_available():
+    index = torch.device(device).index or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return f"sm_{OLDEST_ARCH}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"

@@ -12,7 +12,7 @@ import torch
 import kdecode
 from kdecode.cache.budget import page_bytes, slot_bytes
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
-from kdecode.decode import runner
+from kdecode.decode import latency_specialized, runner
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.engine.engine import LLM, Token
 from kdecode.engine.request import RequestError, SamplingParams
@@ -313,9 +313,12 @@ def test_a_device_that_cannot_serve_is_refused_before_packing(
 
     monkeypatch.setattr(worker, "pack_model", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"device is 'cuda', but torch .* finds no CUDA device"):
-        LLM(mini_checkpoint, device="cuda")
-    with pytest.raises(BackendRefusedError, match="cpu; the device is cuda") as raised:
+    for backend in ("auto", "latency_specialized"):
+        missing = r"device is 'cuda', but torch .* finds no CUDA device"
+        with pytest.raises(ConfigError, match=missing):
+            LLM(mini_checkpoint, device="cuda", decode_backend=backend)
+    monkeypatch.setattr(latency_specialized, "refuse", lambda deployment: ["A reason of its own."])
+    with pytest.raises(BackendRefusedError, match="A reason of its own") as raised:
         LLM(mini_checkpoint, device="cuda", decode_backend="latency_specialized")
     # The device is missing for auto, too.
     assert "Nor can any backend:\n  - device is 'cuda', but torch" in str(raised.value)
