@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from kdecode.commands import bench_server_peers
 from kdecode.commands.common import (
     InputError,
     ProgressBar,
@@ -72,6 +73,18 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--gguf-dir", metavar="DIR", help="keep exported files here and use them again"
     )
+    server = part.add_argument_group("servers")
+    server.add_argument(
+        "--server",
+        action="store_true",
+        help="`kdecode serve` beside `llama-server`: output tokens a second, inter-token latency",
+    )
+    server.add_argument(
+        "--concurrency", type=positive, nargs="+", default=[1, 4, 16], help="requests at a time"
+    )
+    server.add_argument(
+        "--requests-per-slot", type=positive, default=4, help="of a pass, for each at a time"
+    )
     part.add_argument("--json", action="store_true", help="one JSON document instead")
     add_engine_arguments(part, has_backend=False)
 
@@ -83,13 +96,15 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.bench.peers import measure_peers
     from kdecode.model.gguf_tensors import GgufError
 
+    if args.server:
+        return bench_server_peers.run(args)
     if args.blocks < 2:
         raise InputError(f"blocks is {args.blocks}; an interval needs at least 2.")
     directory = model_directory(args)
     bar = ProgressBar()
     try:
-        with _Files.open(args, directory) as files:
-            check = _Check(args, files, bar) if files.names else None
+        with Files.open(args, directory) as files:
+            check = Check(args, files, bar) if files.names else None
             arms = _arms(args, files, check, bar)
             runs = measure_peers([arm for arm, _ in arms], args.blocks, bar.message)
     except (GgufError, PeerError) as error:
@@ -97,7 +112,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     finally:
         bar.clear()
     machine = read_machine()
-    ours = len(_backends(args))
+    ours = len(backends(args))
     document = _document(args, arms, ours, runs, check.agreement if check else None)
     document["machine"] = asdict(machine)
     head = f"{machine.cpu}, {machine.cores} cores, {machine.date}; {args.rows} rows, "
@@ -105,7 +120,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return document, "\n".join([head, *_report(document)])
 
 
-class _Files:
+class Files:
     """The GGUF files of one checkpoint, each made when it is first asked for."""
 
     def __init__(self, directory: Path, folder: Path, llama: LlamaCpp | None, names: list[str]):
@@ -117,7 +132,7 @@ class _Files:
 
     @classmethod
     @contextmanager
-    def open(cls, args: argparse.Namespace, directory: Path) -> Iterator[_Files]:
+    def open(cls, args: argparse.Namespace, directory: Path) -> Iterator[Files]:
         from kdecode.bench.llama_cpp import LlamaCpp
 
         names = [name for name in args.peer or PEERS[:1] if name.startswith("llama.cpp")]
@@ -162,13 +177,13 @@ class _Files:
         return found
 
 
-class _Check:
+class Check:
     """Next-token distributions of every arm against the unrounded reference, teacher-forced.
 
     The tokens are those that llama.cpp makes of a random text; the second half of them counts.
     """
 
-    def __init__(self, args: argparse.Namespace, files: _Files, bar: ProgressBar) -> None:
+    def __init__(self, args: argparse.Namespace, files: Files, bar: ProgressBar) -> None:
         from kdecode.bench.peers import divergence
 
         self._context, self._bar, self._distance = args.agreement_tokens, bar, divergence
@@ -214,14 +229,14 @@ def _reference(directory: Path, config: ModelConfig, ids: Sequence[int]) -> np.n
     return logits
 
 
-def _backends(args: argparse.Namespace) -> Sequence[DecodeBackend]:
+def backends(args: argparse.Namespace) -> Sequence[DecodeBackend]:
     """Ours; of those that were not named, the ones that have the trunk that is asked for."""
     own = BACKENDS if args.trunk_format == "bf16" else BACKENDS[:1]
     return args.decode_backend or own
 
 
 def _arms(
-    args: argparse.Namespace, files: _Files, check: _Check | None, bar: ProgressBar
+    args: argparse.Namespace, files: Files, check: Check | None, bar: ProgressBar
 ) -> list[tuple[PeerArm, Divergence | None]]:
     """Ours first. Each with its distance from the reference, where that was measured."""
     from kdecode.bench.peer_arms import KdecodeArm, LlamaCppArm, TransformersArm, Work
@@ -231,7 +246,7 @@ def _arms(
     work = Work(args.rows, args.context_tokens, args.output_tokens, threads)
     longest = max(args.context_tokens + args.output_tokens, args.agreement_tokens)
     arms: list[tuple[PeerArm, Divergence | None]] = []
-    for backend in _backends(args):
+    for backend in backends(args):
         config = engine_config(
             args, decode_backend=backend, max_context_tokens=longest, max_requests=args.rows
         )
