@@ -76,10 +76,18 @@ def common_boundary(boundaries: Sequence[int], serves: Sequence[Callable[[int], 
 
 
 class PrefixCache:
-    """What the scheduler asks before it runs a prompt, and tells after each step of one."""
+    """What the scheduler asks before it runs a prompt, and tells after each step of one.
+
+    block_tokens: the prefill's alignment, tokens of one chunk of the delta rule.
+    """
 
     def __init__(
-        self, caches: Caches, interval_tokens: int, num_states: int, salt: str = ""
+        self,
+        caches: Caches,
+        interval_tokens: int,
+        num_states: int,
+        salt: str = "",
+        block_tokens: int = 1,
     ) -> None:
         if num_states < 1:
             raise ConfigError(
@@ -91,6 +99,7 @@ class PrefixCache:
         self.states = StateStore(caches, num_states)
         self.pages = SharedPages(caches.page_pool, self.states.drop)
         self._page_tokens = caches.page_tokens
+        self._block_tokens = block_tokens
         self._salt = salt
 
     def name_pages(self, names: list[bytes], ids: Sequence[int], salt: str) -> None:
@@ -145,11 +154,13 @@ class PrefixCache:
     ) -> None:
         """A prefill step has written the tokens [begin, end) of a request, and its slot is at end.
 
-        Names the pages that are full now, and keeps the state where that is worth anything.
+        Names the pages that are full now, and keeps the state where that is worth anything. Pages
+        of an incomplete block at a prompt's end get no name: their rows may differ in the last bits
+        from those of a complete one, which whoever keeps a state behind them has computed.
         """
         begin, end = span
-        size = self._page_tokens
-        for index in range(begin // size, end // size):
+        size, block = self._page_tokens, self._block_tokens
+        for index in range((begin - begin % block) // size, (end - end % block) // size):
             self.pages.publish(pages[index], names[index])
         if end % self.interval_tokens == 0 and self.pages.find(names[end // size - 1]) is not None:
             self.states.save(names[end // size - 1], slot)

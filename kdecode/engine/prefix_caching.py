@@ -72,7 +72,8 @@ def make_prefix_cache(
             engine.max_context_tokens - 1,
         )
     try:
-        return PrefixCache(caches, interval, count, json.dumps(written, sort_keys=True))
+        salt = json.dumps(written, sort_keys=True)
+        return PrefixCache(caches, interval, count, salt, block_tokens=ALIGNMENT)
     except RuntimeError as error:
         # torch's way to say that there is not enough memory.
         raise ConfigError(

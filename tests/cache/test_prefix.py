@@ -190,6 +190,19 @@ def test_wrong_uses_of_shared_pages_are_refused() -> None:
         pages.publish(page, b"x")
 
 
+def test_pages_of_an_incomplete_block_are_not_shared() -> None:
+    """A prompt that ends inside of a block has other last bits there than one that goes on."""
+    cache = PrefixCache(caches(), INTERVAL, 8, block_tokens=INTERVAL)
+    put(cache, list(range(6)))
+    assert cache.pages.num_named == 0
+    pages = put(cache, list(range(20)))
+    assert cache.pages.num_named == 4
+    assert cache.find(names_of(cache, list(range(20))), 17).pages == tuple(pages[:4])
+    # Pages of a block that chunks have cut are named when it is complete.
+    put(cache, [7] * 8, chunk=6)
+    assert cache.pages.num_named == 6
+
+
 def test_the_same_content_computed_twice_is_found_once_and_leaks_nothing() -> None:
     live = caches()
     cache = PrefixCache(live, INTERVAL, 8)

@@ -76,19 +76,19 @@ def test_a_hit_has_the_bits_of_a_miss_and_of_no_cache(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_counts_reports_and_time_tell_the_same_story(mini_checkpoint: Path, backend: str) -> None:
-    llm = _build(mini_checkpoint, backend)
-    prompt = _prompt(300)
+    llm = _build(mini_checkpoint, backend, state_interval_tokens=128, max_context_tokens=512)
+    prompt = _prompt(330)
     first, second = (llm.generate([prompt], greedy(2))[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 256)
     found = llm.stats()["prefix_cache"]
-    assert (found["queries"], found["hits"], found["recomputed"]) == (600, 256, 344)
-    assert found["hit_rate"] == 256 / 600
-    assert (found["min_tokens"], found["can_hit"], found["states"]) == (64, True, 4)
-    # 18 pages are full, and the state behind the last two of them was not kept.
-    assert found["lost_to_state"] == 288 - 256
+    assert (found["queries"], found["hits"], found["recomputed"]) == (660, 256, 404)
+    assert found["hit_rate"] == 256 / 660
+    assert (found["min_tokens"], found["can_hit"], found["states"]) == (128, True, 2)
+    # Five blocks of 64 tokens are complete, and the state behind the last of them was not kept.
+    assert found["lost_to_state"] == 320 - 256
     steps = llm.stats()["prefill_steps"]
     assert steps == 5 + 1
-    # One chunk of 44 tokens instead of five of 300: far more than the machine's noise.
+    # One chunk of 74 tokens instead of five of 330: far more than the machine's noise.
     assert second.timing.prefill_ns < 0.6 * first.timing.prefill_ns
 
 

@@ -37,6 +37,16 @@ def torch_gated(activation: Activation, matrix_format: str) -> GatedActivation:
     return lambda product: _situ(*_halves(product, matrix_format), beta=beta, bound=bound)
 
 
+def sigmoid_(x: Tensor) -> Tensor:
+    """In place, fp32; an element's bits do not depend on where in the tensor it stands.
+
+    torch's own sigmoid has another exponential for the elements behind the last whole vector, so
+    that a row of few columns would depend on the rows beside it. Rows of multiples of 32 columns
+    have none behind it.
+    """
+    return x.neg_().exp_().add_(1.0).reciprocal_()
+
+
 def _native_gated(activation: Activation, matrix_format: str, isa: str | None) -> GatedActivation:
     from kdecode.kernels.common import _native
     from kdecode.kernels.common.native import ptr

@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kdecode.kernels.common.activation import sigmoid_
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.product import Linear, make_linear
 
@@ -51,4 +52,4 @@ class _Gate:
         else:
             decay = F.softplus(z, threshold=_SOFTPLUS_LINEAR_ABOVE).mul_(-self.decay_scale)
         self.buffers["kda_decay"] = decay
-        self.buffers["kda_beta"] = columns[:, self.rank :].float().sigmoid_()
+        self.buffers["kda_beta"] = sigmoid_(columns[:, self.rank :].float())

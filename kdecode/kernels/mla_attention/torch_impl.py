@@ -28,6 +28,9 @@ from kdecode.kernels.mla_attention.rows import CacheRows
 
 # Expanded keys and values that exist at a time; heads are taken in groups of this size.
 _EXPANDED_BYTES = 128 * 2**20
+# Rows of the products that expand are multiples of it: torch's library keeps prepared code for
+# hundreds of sizes, which prompts of any length would fill for nothing.
+_PRODUCT_ROWS = 64
 # How much sooner expanding pays with the native attention, which is faster than torch's.
 _NATIVE_GAIN = 3
 
@@ -192,15 +195,16 @@ class Attention:
         count, context, scale = mla.num_heads, latent.shape[0], mla.qk_dim**-0.5
         w_uk = unpack(self.weights.w_uk, isa).view(count, mla.kv_rank, mla.nope_dim)
         w_uv = unpack(self.weights.w_uv, isa).view(count, mla.v_dim, mla.kv_rank)
-        latent = latent.contiguous()
+        latent = F.pad(latent, (0, 0, 0, -context % _PRODUCT_ROWS)).contiguous()
         group = max(1, _EXPANDED_BYTES // (context * (mla.nope_dim + mla.v_dim) * 2))
         outs = []
         for begin in range(0, count, group):
             own = slice(begin, begin + group)
             # One product for the keys of all heads, one for their values.
             to_keys = w_uk[own].transpose(1, 2).reshape(-1, mla.kv_rank)
-            keys = F.linear(latent, to_keys).view(context, -1, mla.nope_dim)
-            values = F.linear(latent, w_uv[own].flatten(0, 1)).view(context, -1, mla.v_dim)
+            keys = F.linear(latent, to_keys).view(len(latent), -1, mla.nope_dim)[:context]
+            values = F.linear(latent, w_uv[own].flatten(0, 1))
+            values = values.view(len(latent), -1, mla.v_dim)[:context]
             query = heads[:, own]
             outs.append(native.prompt_attention(query, keys, rest, values, scale, isa))
         return torch.cat(outs, dim=1)

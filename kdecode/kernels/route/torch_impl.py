@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kdecode.config import MoeConfig
+from kdecode.kernels.common.activation import sigmoid_
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.product import Linear, make_linear
 
@@ -33,7 +34,7 @@ class _Route:
     buffers: Buffers
 
     def run(self) -> None:
-        scores = self.product(self.buffers["mlp_in"]).sigmoid_()  # [R, E]
+        scores = sigmoid_(self.product(self.buffers["mlp_in"]))  # [R, E]
         # topk leaves the order of equal scores open; a stable sort does not.
         order = torch.sort(scores + self.bias, dim=-1, descending=True, stable=True).indices
         ids = order[:, : self.moe.top_k]
