@@ -1,0 +1,68 @@
+"""Compiles CUDA plans of Kimi K3, in a process of its own, and prints what their kernels take.
+
+In pytest's process Triton may be the interpreter, which has no compiler. Arguments: the folder of
+kept results, then cases as ``ARCH/SIZE/ROWS/ROWS-OF-A-REQUEST``. Prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from released import kimi_k3
+
+from kdecode.config import EngineConfig, ModelConfig
+from kdecode.decode.latency_cuda import launches
+from kdecode.decode.launches import LaunchLine, launch_lines, tile_text
+from kdecode.decode.plan import DecodePlan
+from kdecode.engine.describe import describe_launches
+from kdecode.kernels.common.triton_compile import compile_all, compile_job
+from kdecode.model.rank_share import share_of
+
+
+@cache
+def share_plan(arch: str, size: int, rows: int, each: int) -> DecodePlan:
+    """The plan of one rank's share of the whole model."""
+    engine = EngineConfig(max_context_tokens=131_072)
+    config = share_of(ModelConfig.from_checkpoint(kimi_k3()), size)
+    return describe_launches(config, engine, arch, rows, each)
+
+
+def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
+    """A line a case and kernel with one tile: the most that any of its launches takes."""
+    plans = {case: _plan_of(case) for case in cases}
+    jobs = {
+        case: [compile_job(launch, case.split("/")[0]) for launch in launches(plan)]
+        for case, plan in plans.items()
+    }
+    processes = len(os.sched_getaffinity(0))
+    found = compile_all([job for each in jobs.values() for job in each], folder, processes)
+    most: dict[tuple[str, ...], dict[str, int]] = {}
+    for case, plan in plans.items():
+        for line, job in zip(launch_lines(plan), jobs[case], strict=True):
+            taken = most.setdefault((case, *_name(line)), {})
+            for name, value in vars(found[job]).items():
+                taken[name] = max(value, taken.get(name, 0))
+    return [
+        {"case": key[0], "kernel": key[1], "tile": key[2], **taken} for key, taken in most.items()
+    ]
+
+
+def _plan_of(case: str) -> DecodePlan:
+    arch, size, rows, each = case.split("/")
+    return share_plan(arch, int(size), int(rows), int(each))
+
+
+def _name(line: LaunchLine) -> tuple[str, str]:
+    tile = {**line.tile, "warps": line.warps, "stages": line.stages}
+    return f"{line.op} {line.kernel}".replace(f"{line.op} {line.op}", line.op), tile_text(tile)
+
+
+if __name__ == "__main__":
+    lines = report(Path(sys.argv[1]), sys.argv[2:])
+    print(json.dumps({"triton": triton.__version__, "lines": lines}))

@@ -1,0 +1,214 @@
+"""CUDA plans of Kimi K3 on one of 8 and of 16 ranks: their launches, and their machine code.
+
+`tests/plans/cuda` has the launches and, in `resources.txt`, registers, spilled bytes and shared
+memory of every kernel. ``--update-plans`` writes the launches; with ``-m slow`` the resources.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiled_plans import share_plan
+from released import kimi_k3
+
+from kdecode.cli import main
+from kdecode.commands.common import table
+from kdecode.commands.plan_device import text_of
+from kdecode.config import ConfigError, environment
+from kdecode.decode.latency_specialized import BackendRefusedError
+from kdecode.decode.launches import group_lines, launch_lines
+from kdecode.decode.plan import PlanError
+from kdecode.kernels.common.triton_compile import SHARED_LIMITS
+from kdecode.model.rank_share import exchanged_buffers
+
+PLANS = Path(__file__).parents[1] / "plans" / "cuda"
+RESOURCES = PLANS / "resources.txt"
+SIZES = (8, 16)
+# Rows, and how many of them are one request's.
+ROWS = {"1": (1, 1), "verify": (8, 8), "64": (64, 1)}
+# A layer of the published path has 13, at 8 rows and with its exchanges.
+MAX_LAUNCHES = {1: 12, 2: 12, 8: 14, 64: 14}
+# The quick part of what is compiled; the slow part has every size, architecture and number of rows.
+QUICK = ("sm_103/16/1/1", "sm_103/16/8/8")
+ALL = tuple(
+    f"{arch}/{size}/{rows}/{each}"
+    for arch in SHARED_LIMITS
+    for size in SIZES
+    for rows, each in ((1, 1), (2, 1), (8, 8), (64, 1))
+)
+# Why a kernel spills registers, by name; without a reason none may.
+SPILLS: dict[str, str] = {}
+UPDATE = "pytest tests/decode/test_cuda_plans.py --update-plans"
+CUDA = ("--device", "cuda", "--arch")
+COLUMNS = ("kernel", "tile", "arch/ranks/rows/of a request", "registers", "spilled", "shared")
+
+
+@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize("size", SIZES)
+def test_launches_are_the_committed_ones(
+    request: pytest.FixtureRequest, size: int, case: str
+) -> None:
+    plan = share_plan("sm_103", size, *ROWS[case])
+    text = text_of(plan, launch_lines(plan), "sm_103", size) + "\n"
+    _check(request, text, PLANS / f"kimi-k3.tp{size}.{case}.txt", UPDATE)
+
+
+def _check(request: pytest.FixtureRequest, text: str, path: Path, update: str) -> None:
+    if request.config.getoption("--update-plans"):
+        path.write_text(text, encoding="utf-8")
+    committed = path.read_text(encoding="utf-8")
+    lines = difflib.unified_diff(committed.splitlines(), text.splitlines(), "committed", "now")
+    assert text == committed, "\n".join([*lines, f"If it is meant: {update}"])
+
+
+def test_every_file_belongs_to_a_case() -> None:
+    expected = {f"kimi-k3.tp{size}.{case}.txt" for size in SIZES for case in ROWS}
+    assert {path.name for path in PLANS.iterdir()} == {*expected, RESOURCES.name}
+
+
+@pytest.mark.parametrize("rows", MAX_LAUNCHES)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_layer_has_at_most_so_many_launches(size: int, rows: int) -> None:
+    """Without the exchanges of ranks, which the text names: three at most in a layer."""
+    plan = share_plan("sm_103", size, rows, 1)
+    groups = group_lines(plan.config, launch_lines(plan))
+    layers = [layer for group in groups for layer in group.layers]
+    assert sorted(layers) == list(range(93))
+    for group in groups:
+        if group.layers:
+            assert len(group.columns) <= MAX_LAUNCHES[rows], group.name
+            assert len(exchanged_buffers(plan.config, group.layers[0])) <= 3
+
+
+def test_a_plan_without_memory_cannot_run() -> None:
+    plan = share_plan("sm_90", 16, 1, 1)
+    with pytest.raises(PlanError, match="has no weights and cannot run"):
+        plan.run()
+
+
+def test_what_has_no_cuda_plan_is_refused() -> None:
+    with pytest.raises(BackendRefusedError, match=r"made for sm_90 .* and later; cuda is sm_80"):
+        share_plan("sm_80", 16, 1, 1)
+    with pytest.raises(ConfigError, match="96 KDA heads cannot be divided among 7 ranks"):
+        share_plan("sm_90", 7, 1, 1)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(kimi_k3()))
+    return path
+
+
+def test_the_command_prints_the_plan_that_is_committed(
+    capsys: pytest.CaptureFixture[str], config_file: Path
+) -> None:
+    arguments = ["plan", "--config", str(config_file), "--device", "cuda", "--arch", "sm_103"]
+    arguments += ["--tensor-parallel-size", "16", "--context-tokens", "131072"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == (PLANS / "kimi-k3.tp16.1.txt").read_text()
+    assert main([*arguments, "--drafts", "7", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["rows"], document["rows_per_request"]) == (8, 8)
+    assert document["launches"][-1]["op"] == "kda_commit"
+    assert {launch["compiled"] for launch in document["launches"]} == {None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--arch", "sm_90"), 2, "--arch is of a GPU; --device is cpu, and has to be cuda"),
+        (("--compile",), 2, "--compile needs an --arch"),
+        (("--tensor-parallel-size", "8"), 2, "--tensor-parallel-size needs an --arch"),
+        ((*CUDA, "sm_90", "--decode-backend", "auto"), 2, "auto has no plan"),
+        ((*CUDA, "sm_90", "--tensor-parallel-size", "7"), 2, "cannot be divided among 7 ranks"),
+        ((*CUDA, "sm_80"), 1, "made for sm_90 (Hopper) and later; cuda is sm_80"),
+        ((*CUDA, "hopper"), 1, "The architecture of cuda is not known; it is given as 'hopper'"),
+        ((*CUDA, "sm_90", "--rows", "65"), 2, "65 rows; a CUDA plan has from 1 to 64"),
+    ],
+)
+def test_what_the_command_cannot_print_is_said(
+    capsys: pytest.CaptureFixture[str],
+    config_file: Path,
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    assert main(["plan", "--config", str(config_file), *arguments]) == code
+    printed = capsys.readouterr()
+    assert words in printed.out + printed.err
+
+
+def test_the_kernels_of_the_main_plans_compile_and_do_not_spill() -> None:
+    _check_resources(_compile(QUICK))
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_architecture(request: pytest.FixtureRequest) -> None:
+    found = _compile(ALL)
+    if request.config.getoption("--update-plans"):
+        RESOURCES.write_text(_text(found), encoding="utf-8")
+    _check_resources(found)
+
+
+def _compile(cases: tuple[str, ...]) -> dict[str, Any]:
+    """What `compiled_plans.py` prints; its results are kept in kdecode's cache folder."""
+    tests = Path(__file__).parents[1]
+    environment_of_it = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment_of_it["PYTHONPATH"] = str(tests / "model")
+    run = subprocess.run(
+        [
+            sys.executable,
+            tests / "decode/compiled_plans.py",
+            environment().cache_dir / "compiled",
+            *cases,
+        ],
+        capture_output=True,
+        text=True,
+        env=environment_of_it,
+    )
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def _check_resources(found: dict[str, Any]) -> None:
+    """Nothing spills or takes more than there is; figures are the table's of the same Triton."""
+    for line in found["lines"]:
+        limit = SHARED_LIMITS[line["case"].split("/")[0]]
+        assert line["shared_bytes"] <= limit, line
+        assert line["stack_bytes"] == 0 or line["kernel"] in SPILLS, line
+    committed = set(_committed_rows())
+    cases = {row[2] for row in committed}
+    assert set(QUICK) <= cases
+    if _title(found) == RESOURCES.read_text(encoding="utf-8").splitlines()[0]:
+        ours = {row for row in _rows(found) if row[2] in cases}
+        assert ours <= committed, f"If it is meant: {UPDATE} -m slow"
+
+
+def _title(found: dict[str, Any]) -> str:
+    return f"Triton {found['triton']}; registers and spilled bytes a thread, shared bytes a program"
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for line in found["lines"]:
+        taken = (line["registers"], line["stack_bytes"], line["shared_bytes"])
+        rows.append((line["kernel"], line["tile"], line["case"], *map(str, taken)))
+    return sorted(rows)
+
+
+def _text(found: dict[str, Any]) -> str:
+    return f"{_title(found)}\n{table([COLUMNS, *_rows(found)])}\n"
+
+
+def _committed_rows() -> list[tuple[str, ...]]:
+    lines = RESOURCES.read_text(encoding="utf-8").splitlines()[2:]
+    return [tuple(cell.strip() for cell in line.split("  ") if cell.strip()) for line in lines]
