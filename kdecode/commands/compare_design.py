@@ -6,6 +6,7 @@ Owns the translation, and that flags which contradict each other are bad input.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,11 @@ def clients_of(args: argparse.Namespace) -> tuple[Client, Client]:
     from kdecode.bench.serving.http import HttpError, Target
 
     made = []
+    key = args.api_key or ""
+    if not (key.isascii() and key.isprintable()):
+        raise InputError("--api-key has characters that no HTTP header can have.")
+    if not 0 < args.timeout < math.inf:
+        raise InputError(f"--timeout is {args.timeout:g}; it is a number of seconds above 0.")
     for name, url, model in (("a", args.url_a, args.model_a), ("b", args.url_b, args.model_b)):
         try:
             target = Target.from_url(url)

@@ -12,6 +12,7 @@ from simulated import simulate
 
 from kdecode.bench.metrics import MetricError
 from kdecode.bench.serving.client import Client, ServedRecord
+from kdecode.bench.serving.facts import read_facts
 from kdecode.bench.serving.http import HttpError, Target, exchange
 from kdecode.bench.serving.load import Load, PassResult, run_pass
 from kdecode.bench.serving.reply import events, read_stream
@@ -205,7 +206,13 @@ def test_tokens_of_one_read_are_one_chunk() -> None:
     assert reply.content == "abc"
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:99999", "http://x/?a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ftp://x", "http://", "http://x:99999", "http://x/?a"),
+        *("http://[", "http://x:0", "http://xä", "http://x/ä"),
+    ],
+)
 def test_bad_addresses_are_refused(url: str) -> None:
     with pytest.raises(HttpError):
         Target.from_url(url)
@@ -280,3 +287,32 @@ def test_nobody_listens(tmp_path: Path) -> None:
         )
 
     assert "http://nobody:1/v1/completions" in (simulate(tmp_path, main()).error or "")
+
+
+def test_a_host_without_a_name_is_told() -> None:
+    with pytest.raises(HttpError, match="label"):
+        asyncio.run(exchange(Target.from_url("http://a..b"), "GET", "/"))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[1]", "is no object"),
+        (b"<html>", "is not JSON"),
+        (b'{"data": null}', "serves no model"),
+        (b'{"data": [1, {}]}', "serves no model"),
+    ],
+)
+def test_a_server_of_something_else_is_told(body: bytes, message: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+
+    async def ask_it() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            await read_facts(Client("a", Target.from_url(f"127.0.0.1:{port}")))
+
+    with pytest.raises(HttpError, match=message):
+        asyncio.run(ask_it())

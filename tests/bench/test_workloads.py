@@ -160,7 +160,7 @@ def test_chats(tmp_path: Path) -> None:
     [
         ("", "no entries"),
         ("[1]", "entry 1: it is no object"),
-        ('{"a": 1}\n{', "line 2: it is not JSON"),
+        ('{"a": 1}\n{', "line 2 is not JSON"),
         ('{"a": 1}', "none of the formats"),
         ('{"input_length": -1, "output_length": 2}', "input_length is -1"),
         ('{"input_length": 1, "output_length": 0}', "asks for 0 tokens"),

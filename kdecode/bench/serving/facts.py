@@ -79,7 +79,9 @@ class ServerFacts:
 async def read_facts(client: Client) -> ServerFacts:
     """Asks the server. Raises HttpError when it does not answer or serves no model."""
     models = await fetch_json(client.target, "/v1/models", headers=client.headers)
-    names = [card["id"] for card in (models or {}).get("data", [])]
+    cards = (models or {}).get("data")
+    cards = cards if isinstance(cards, list) else []
+    names = [card["id"] for card in cards if isinstance(card, Mapping) and "id" in card]
     if not names:
         raise HttpError(f"{client.target.authority} serves no model: /v1/models lists none.")
     if client.model is not None and client.model not in names:
@@ -89,7 +91,7 @@ async def read_facts(client: Client) -> ServerFacts:
         )
     model = client.model or names[0]
     found = await fetch_json(client.target, "/config/fingerprint", headers=client.headers)
-    if found is not None:
+    if found is not None and isinstance(found.get("config"), Mapping):
         return _ours(model, found)
     path = "/server_info?config_format=json"
     info = await fetch_json(client.target, path, headers=client.headers)

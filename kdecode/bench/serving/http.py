@@ -35,13 +35,19 @@ class Target:
     @classmethod
     def from_url(cls, url: str) -> Target:
         """Raises HttpError. A `/v1` at the end, which other clients want, is taken off."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        no_address = f"{url!r} is no address of a server, such as http://127.0.0.1:8000."
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+        except ValueError:
+            raise HttpError(no_address) from None
         try:
             port = parts.port
         except ValueError:
             raise HttpError(f"{url!r} has a port that is no number up to 65535.") from None
         if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
-            raise HttpError(f"{url!r} is no address of a server, such as http://127.0.0.1:8000.")
+            raise HttpError(no_address)
+        if port == 0 or not (parts.hostname + parts.path).isascii():
+            raise HttpError(f"{url!r} has the port 0, or characters that are not ASCII.")
         base = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.scheme, parts.hostname, port or _PORTS[parts.scheme], base)
 
@@ -113,7 +119,8 @@ async def exchange(
                 transport.abort()
     except TimeoutError:
         raise HttpError(f"{where}: no complete response within {timeout_s:g} s") from None
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        # A host's name with an empty or a long part is a UnicodeError.
         raise HttpError(f"{where}: {error}") from error
     if not protocol.found.status:
         raise HttpError(f"{where}: {protocol.found.error}")
@@ -122,17 +129,22 @@ async def exchange(
 
 async def fetch_json(
     target: Target, path: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 30.0
-) -> Any | None:
-    """The document at a path; None where the server has no such path. Raises HttpError."""
+) -> dict[str, Any] | None:
+    """The object at a path; None where the server has no such path. Raises HttpError."""
+    where = f"GET {target.scheme}://{target.authority}{target.base}{path}"
     found = await exchange(target, "GET", path, headers=headers, timeout_s=timeout_s)
     if found.status in (404, 405):
         return None
     if found.status != 200 or found.error is not None:
-        raise HttpError(f"GET {path}: status {found.status}: {found.error or excerpt(found.body)}")
+        reason = found.error or excerpt(found.body)
+        raise HttpError(f"{where}: status {found.status}: {reason}")
     try:
-        return json.loads(found.body)
-    except ValueError:
-        raise HttpError(f"GET {path}: {excerpt(found.body)} is not JSON") from None
+        document = json.loads(found.body)
+    except (ValueError, RecursionError):
+        raise HttpError(f"{where}: {excerpt(found.body)!r} is not JSON") from None
+    if not isinstance(document, dict):
+        raise HttpError(f"{where}: {excerpt(found.body)} is no object")
+    return document
 
 
 def excerpt(body: bytes, limit: int = 300) -> str:

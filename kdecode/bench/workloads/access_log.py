@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import struct
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from kdecode.bench.workloads.fields import MAX_NUMBER, MAX_TOKENS, parse_json
 from kdecode.bench.workloads.files import MOONCAKE_BLOCK_TOKENS
 from kdecode.bench.workloads.types import WorkloadError
+from kdecode.config_json import shown
 
 # Characters that stand for a block of 512 tokens where a log has texts and no tokens.
 BLOCK_CHARACTERS = 4 * MOONCAKE_BLOCK_TOKENS
@@ -46,7 +49,7 @@ def import_log(lines: Iterator[str], key: bytes | None = None) -> Iterator[dict[
             "input_length": _length(entry, _PROMPTS, number),
             "output_length": _length(entry, _REPLIES, number),
         }
-        blocks = [numbers.setdefault(name, len(numbers)) for name in _blocks(entry, secret)]
+        blocks = [numbers.setdefault(name, len(numbers)) for name in _blocks(entry, number, secret)]
         most = -(-found["input_length"] // MOONCAKE_BLOCK_TOKENS)
         if blocks:
             found["hash_ids"] = blocks[:most]
@@ -59,9 +62,9 @@ def import_log(lines: Iterator[str], key: bytes | None = None) -> Iterator[dict[
 def _entry(line: str, number: int) -> dict[str, Any]:
     """A line with the fields of its request, response and usage beside its own."""
     try:
-        whole = json.loads(line)
-    except ValueError:
-        raise WorkloadError(f"Line {number + 1} is not JSON.") from None
+        whole = parse_json(line)
+    except ValueError as error:
+        raise WorkloadError(f"Line {number + 1} is not JSON: {error}.") from None
     if not isinstance(whole, dict):
         raise WorkloadError(f"Line {number + 1} is no object.")
     merged = dict(whole)
@@ -81,6 +84,8 @@ def _time_ms(entry: Mapping[str, Any], number: int) -> float:
             except ValueError:
                 raise WorkloadError(f"Line {number + 1}: {name} is {value!r}, no time.") from None
         if isinstance(value, int | float) and not isinstance(value, bool):
+            if not 0 <= value <= MAX_NUMBER:
+                raise WorkloadError(f"Line {number + 1}: {name} is {shown(value)}, no time.")
             # Milliseconds since 1970 have 13 digits in this century, seconds 10.
             return float(value) if value > 1e11 else value * 1e3
     raise WorkloadError(f"Line {number + 1} has no time: one of {', '.join(_TIMES)}.")
@@ -89,23 +94,32 @@ def _time_ms(entry: Mapping[str, Any], number: int) -> float:
 def _length(entry: Mapping[str, Any], names: tuple[str, ...], number: int) -> int:
     for name in names:
         value = entry.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and not isinstance(value, bool):
+            if not 0 <= value <= MAX_TOKENS:
+                raise WorkloadError(
+                    f"Line {number + 1}: {name} is {shown(value)}; from 0 to {MAX_TOKENS:,}."
+                )
             return value
     raise WorkloadError(f"Line {number + 1} has no length: one of {', '.join(names)}.")
 
 
-def _blocks(entry: Mapping[str, Any], secret: bytes) -> Iterator[bytes]:
+def _blocks(entry: Mapping[str, Any], number: int, secret: bytes) -> Iterator[bytes]:
     """A name for each block of the prompt and everything before it; none without a prompt."""
     ids = entry.get("prompt_token_ids")
     if isinstance(ids, list):
-        size, pieces = MOONCAKE_BLOCK_TOKENS, b"".join(int(i).to_bytes(4, "little") for i in ids)
-        size *= 4
+        size = 4 * MOONCAKE_BLOCK_TOKENS
+        try:
+            pieces = struct.pack(f"<{len(ids)}I", *ids)
+        except struct.error:
+            raise WorkloadError(
+                f"Line {number + 1}: prompt_token_ids has a value that is no token id."
+            ) from None
     else:
         content = entry.get("messages") or entry.get("prompt")
         if not content:
             return
         text = content if isinstance(content, str) else json.dumps(content)
-        size, pieces = BLOCK_CHARACTERS, text.encode()
+        size, pieces = BLOCK_CHARACTERS, text.encode(errors="surrogatepass")
     chain = secret
     for begin in range(0, len(pieces), size):
         chain = hashlib.blake2b(chain + pieces[begin : begin + size], key=secret).digest()

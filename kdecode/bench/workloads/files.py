@@ -7,12 +7,12 @@ format has and is not served is refused or named here, never guessed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kdecode.bench.workloads.fields import number_of, objects_of, parse_json, values_of, whole_of
 from kdecode.bench.workloads.synthetic import TokenRange, prompt_of_blocks
 from kdecode.bench.workloads.types import ReplyMode, Request, Workload, WorkloadError
 from kdecode.config_json import read_regular
@@ -60,11 +60,11 @@ def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
             yield from _entries(file)
         return
     try:
-        text = read_regular(path, WorkloadError, MAX_FILE_BYTES).decode("utf-8")
+        text = read_regular(path, WorkloadError, MAX_FILE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise WorkloadError(f"{path} is no text in UTF-8: {error}") from error
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
         found = whole if isinstance(whole, list) else [whole]
     except ValueError:
         found = list(_lines(path, text))
@@ -75,12 +75,13 @@ def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _lines(path: Path, text: str) -> Iterator[Any]:
-    for number, line in enumerate(text.splitlines()):
+    # Not splitlines: a text in JSON may contain other ends of lines, U+2028 for instance.
+    for number, line in enumerate(text.split("\n")):
         if line.strip():
             try:
-                yield json.loads(line)
-            except ValueError:
-                raise WorkloadError(f"{path}, line {number + 1}: it is not JSON.") from None
+                yield parse_json(line)
+            except ValueError as error:
+                raise WorkloadError(f"{path}, line {number + 1} is not JSON: {error}.") from None
 
 
 def _guess(path: Path, entry: Mapping[str, Any]) -> Format:
@@ -99,21 +100,26 @@ def _guess(path: Path, entry: Mapping[str, Any]) -> Format:
 def _mooncake(entries: Sequence[Mapping[str, Any]], settings: ReadSettings) -> Iterator[Request]:
     """`timestamp` and `delay` are milliseconds; a `session_id` makes turns of its entries."""
     turns: dict[str, int] = {}
-    first_ms = min((_number(e, "timestamp", n) for n, e in enumerate(entries)), default=0.0)
+    first_ms = min((number_of(e, "timestamp", _entry(n)) for n, e in enumerate(entries)))
     for number, entry in enumerate(entries):
         session = str(entry.get("session_id", ""))
         turn = turns.get(session, 0) if session else 0
         turns[session] = turn + 1
         content: dict[str, Any] = {}
+        where = _entry(number)
         if entry.get("messages"):
-            content = {"messages": tuple(entry["messages"]), "tools": _tools(entry)}
+            content = {
+                "messages": objects_of(entry, "messages", where),
+                "tools": objects_of(entry, "tools", where) or None,
+            }
         elif entry.get("text_input"):
             content = {"prompt": str(entry["text_input"])}
         elif "payload" in entry:
-            raise WorkloadError(f"Entry {number + 1} has a payload, which is not replayed.")
+            raise WorkloadError(f"{where} has a payload, which is not replayed.")
         else:
-            length = _whole(entry, "input_length", number)
-            blocks = [f"mooncake/{block}" for block in entry.get("hash_ids") or (f"own/{number}",)]
+            length = whole_of(entry, "input_length", where)
+            hashes = values_of(entry, "hash_ids", where) or (f"own/{number}",)
+            blocks = [f"mooncake/{block}" for block in hashes]
             content = {
                 "prompt_ids": prompt_of_blocks(
                     settings.seed, blocks, settings.tokens, length, MOONCAKE_BLOCK_TOKENS
@@ -121,11 +127,11 @@ def _mooncake(entries: Sequence[Mapping[str, Any]], settings: ReadSettings) -> I
             }
         yield Request(
             f"m{number}",
-            _whole(entry, "output_length", number),
+            whole_of(entry, "output_length", where),
             session=session,
             turn=turn,
-            at_s=(_number(entry, "timestamp", number) - first_ms) / 1e3 if turn == 0 else None,
-            delay_s=_pause(_number(entry, "delay", number) / 1e3 if turn else 0.0, settings),
+            at_s=(number_of(entry, "timestamp", where) - first_ms) / 1e3 if turn == 0 else None,
+            delay_s=_pause(number_of(entry, "delay", where) / 1e3 if turn else 0.0, settings),
             **content,
         )
 
@@ -134,80 +140,70 @@ def _weka(entries: Sequence[Mapping[str, Any]], settings: ReadSettings) -> Itera
     """Times are seconds. A subagent's requests are played in its parent's lane, in their order."""
     for place, trace in enumerate(entries):
         name = str(trace.get("id", place))
-        size = _whole(trace, "block_size", place)
+        size = whole_of(trace, "block_size", f"Trace {name}", least=1)
         scope = trace.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
             raise WorkloadError(f"Trace {name}: hash_id_scope is {scope!r}; local or global.")
         own = f"weka/{name}" if scope == "local" else "weka"
         before_end = 0.0
-        for turn, request in enumerate(_leaves(trace.get("requests") or ())):
-            at_s = _number(request, "t", turn)
-            blocks = [f"{own}/{block}" for block in request.get("hash_ids") or ()]
+        for turn, request in enumerate(_leaves(trace, f"Trace {name}")):
+            where = f"Trace {name}, request {turn + 1}"
+            at_s = number_of(request, "t", where)
+            blocks = [f"{own}/{block}" for block in values_of(request, "hash_ids", where)]
             rest = blocks or [f"{own}/own/{turn}"]
-            length = _whole(request, "in", turn)
+            length = whole_of(request, "in", where)
             yield Request(
                 f"w{place}t{turn}",
-                max(1, _whole(request, "out", turn)),
+                max(1, whole_of(request, "out", where)),
                 prompt_ids=prompt_of_blocks(settings.seed, rest, settings.tokens, length, size),
                 session=f"w{place}",
                 turn=turn,
                 at_s=0.0 if turn == 0 else None,
                 delay_s=_pause(max(0.0, at_s - before_end) if turn else 0.0, settings),
             )
-            before_end = at_s + _number(request, "api_time", turn)
+            before_end = at_s + number_of(request, "api_time", where)
 
 
-def _leaves(requests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _leaves(trace: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
-    for request in requests:
+    for request in objects_of(trace, "requests", where):
         if request.get("type") == "subagent":
-            found += _leaves(request.get("requests") or ())
+            found += _leaves(request, f"{where}, subagent")
         else:
             found.append(request)
-    return sorted(found, key=lambda request: float(request.get("t") or 0.0))
+    return sorted(found, key=lambda request: number_of(request, "t", where))
 
 
 def _chat(entries: Sequence[Mapping[str, Any]], settings: ReadSettings) -> Iterator[Request]:
     """A conversation an entry: each of its assistants' messages is a reply, and what is before it
     a turn; one that ends with a user's message has its last turn there."""
     for number, entry in enumerate(entries):
-        messages = entry.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise WorkloadError(f"Entry {number + 1} has no messages.")
+        where = _entry(number)
+        messages = objects_of(entry, "messages", where)
+        if not messages:
+            raise WorkloadError(f"{where} has no messages.")
         ends = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i]
         if messages[-1].get("role") != "assistant":
             ends.append(len(messages))
-        limit = entry.get("max_tokens", settings.max_tokens)
+        limit = settings.max_tokens
+        if entry.get("max_tokens") is not None:
+            limit = whole_of(entry, "max_tokens", where)
         for turn, end in enumerate(ends):
             yield Request(
                 f"c{number}t{turn}",
-                int(limit),
-                messages=tuple(messages[:end]),
-                tools=_tools(entry),
+                limit,
+                messages=messages[:end],
+                tools=objects_of(entry, "tools", where) or None,
                 session=f"c{number}",
                 turn=turn,
-                at_s=_number(entry, "timestamp", number) / 1e3 if turn == 0 else None,
-                delay_s=_pause(_number(entry, "delay", number) / 1e3 if turn else 0.0, settings),
+                at_s=number_of(entry, "timestamp", where) / 1e3 if turn == 0 else None,
+                delay_s=_pause(number_of(entry, "delay", where) / 1e3 if turn else 0.0, settings),
             )
 
 
-def _tools(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
-    return tuple(entry["tools"]) if entry.get("tools") else None
+def _entry(place: int) -> str:
+    return f"Entry {place + 1}"
 
 
 def _pause(seconds: float, settings: ReadSettings) -> float:
     return seconds if settings.max_pause_s is None else min(seconds, settings.max_pause_s)
-
-
-def _number(entry: Mapping[str, Any], name: str, place: int) -> float:
-    value = entry.get(name) or 0
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise WorkloadError(f"Entry {place + 1}: {name} is {value!r}; a number from 0 on.")
-    return float(value)
-
-
-def _whole(entry: Mapping[str, Any], name: str, place: int) -> int:
-    value = entry.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise WorkloadError(f"Entry {place + 1}: {name} is {value!r}; a whole number from 0 on.")
-    return value

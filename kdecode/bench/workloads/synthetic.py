@@ -53,7 +53,7 @@ def prompt_of_blocks(
 ) -> tuple[int, ...]:
     """A prompt of so many tokens; what the blocks do not fill belongs to a block of its own."""
     ids: list[int] = []
-    for block in blocks:
+    for block in blocks[: -(-length // size)]:
         ids += block_tokens(seed, block, tokens, size)
     if len(ids) < length:
         rest = "/".join((*blocks[-1:], "rest", str(length)))
