@@ -51,6 +51,15 @@ def design_of(args: argparse.Namespace) -> Design:
     from kdecode.bench.serving.summary import Limits
     from kdecode.bench.workloads.types import WorkloadError
 
+    named = {"--rate": args.rate, "--own-times": args.own_times or None}
+    given = [flag for flag, value in {**named, "--concurrency": args.concurrency}.items() if value]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} exclude each other; each is a shape of load.")
+    for flag in ("near_tie_nats", "max_pause"):
+        value = getattr(args, flag)
+        if value is not None and not 0 <= value < math.inf:
+            name = flag.replace("_", "-")
+            raise InputError(f"--{name} is {value:g}; it must be a number from 0 on.")
     limits = [args.good_ttft_ms, args.good_tpot_ms, args.good_e2e_ms]
     is_open = args.rate is not None or args.own_times
     closed = args.concurrency or (None if is_open else 1)

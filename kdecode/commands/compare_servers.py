@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kdecode.commands.common import InputError, ProgressBar, check_output_file, positive, write_json
 from kdecode.commands.compare_design import clients_of, design_of, launches_of, workload_of
+from kdecode.commands.process import until_signal
 
 if TYPE_CHECKING:
     from kdecode.bench.machine import Machine
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
     from kdecode.bench.serving.sweep import SweepPoint
 
 Found = TypeVar("Found")
+
+# Flags that mean nothing without servers; none of them is given by default.
+_OF_SERVERS = (
+    *("model_a", "model_b", "api_key", "concurrency", "rate", "sweep_concurrency"),
+    *("sweep_prompt_tokens", "preflight", "no_null", "token_ids", "workload", "workload_format"),
+    *("agentic", "sessions", "max_pause", "live_replies", "own_times", "out"),
+    *("good_ttft_ms", "good_tpot_ms", "good_e2e_ms"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +131,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked_for(args: argparse.Namespace) -> bool:
+    """Raises InputError for flags of servers where there are none."""
     given = (args.url_a, args.url_b, args.ratio, args.recipe, args.task)
-    return args.serve or any(value is not None for value in given)
+    if args.serve or any(value is not None for value in given):
+        return True
+    alone = [name for name in _OF_SERVERS if getattr(args, name) not in (None, False)]
+    if alone:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in alone)
+        raise InputError(
+            f"{flags}: only a comparison of servers has this; --serve starts one of each backend."
+        )
+    return False
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,6 +176,7 @@ def _measure(args: argparse.Namespace) -> int:
     from kdecode.bench.serving.sweep import render_sweep
     from kdecode.commands import compare_tasks
 
+    _check_reports(args)
     # A recipe says what is measured; what is measured says how large servers of ours have to be.
     launches = launches_of(args) if args.recipe is not None else ()
     points = _points(args)
@@ -186,6 +205,14 @@ def _measure(args: argparse.Namespace) -> int:
         documents = [document_of(one.comparison, machine) for one in found]
         write_json(documents if _is_sweep(args) else documents[0], args.json)
     return max(one.comparison.exit_code for one in found)
+
+
+def _check_reports(args: argparse.Namespace) -> None:
+    """Raises InputError for files that would never be written."""
+    if args.preflight and (args.json is not None or args.out is not None or args.task is not None):
+        raise InputError("--preflight measures nothing; leave out --json, --out and --task.")
+    if args.task is not None and args.out is not None:
+        raise InputError("--out is a report of speed; grades are written by --json.")
 
 
 def _preflight(args: argparse.Namespace, launches: tuple[Launch, ...]) -> int:
@@ -274,7 +301,7 @@ def run_loop(main: Coroutine[Any, Any, Found]) -> Found:
     from kdecode.bench.serving.launch import LaunchError
 
     try:
-        return asyncio.run(main)
+        return asyncio.run(until_signal(main))
     except (HttpError, LaunchError) as error:
         raise InputError(str(error)) from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,12 +74,14 @@ def recipe_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
 
     recipe = _read(args.recipe)
     unknown = set(recipe) - {"description", "arms", "compare"}
-    if unknown or set(recipe.get("arms") or {}) != set(ARMS):
+    arms, flags = recipe.get("arms"), recipe.get("compare") or {}
+    has_arms = isinstance(arms, Mapping) and set(arms) == set(ARMS)
+    if unknown or not has_arms or not isinstance(flags, Mapping):
         raise InputError(
             f"{args.recipe} must have `arms` with `a` and `b`, and may have `description` and "
             f"`compare`; it has {', '.join(map(str, recipe)) or 'nothing'}."
         )
-    for name, value in (recipe.get("compare") or {}).items():
+    for name, value in flags.items():
         key = str(name).replace("-", "_")
         if key not in _FLAGS:
             raise InputError(f"{args.recipe}: compare.{name} is no flag that a recipe may have.")
@@ -86,10 +89,10 @@ def recipe_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
     launches = []
     for name in ARMS:
         arm = recipe["arms"][name]
-        if set(arm) - _ARM_KEYS or not isinstance(arm.get("command"), list) or "url" not in arm:
+        if not _is_arm(arm):
             raise InputError(
                 f"{args.recipe}: arms.{name} needs `command`, a list, and `url`, and may have "
-                "`environment` and `ready_s`."
+                "`environment`, a mapping, and `ready_s`, a number of seconds above 0."
             )
         launches.append(
             Launch(
@@ -101,6 +104,15 @@ def recipe_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
             )
         )
     return launches[0], launches[1]
+
+
+def _is_arm(arm: Any) -> bool:
+    if not isinstance(arm, Mapping) or set(arm) - _ARM_KEYS or "url" not in arm:
+        return False
+    ready_s = arm.get("ready_s", 1)
+    has_time = isinstance(ready_s, int | float) and 0 < ready_s < math.inf
+    has_command = isinstance(arm.get("command"), list) and bool(arm["command"])
+    return has_command and has_time and isinstance(arm.get("environment") or {}, Mapping)
 
 
 def _read(path: str) -> Mapping[str, Any]:

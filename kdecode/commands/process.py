@@ -13,9 +13,11 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from types import FrameType, TracebackType
-    from typing import Any
+    from typing import Any, TypeVar
+
+    Found = TypeVar("Found")
 
 
 class Terminated(BaseException):
@@ -53,6 +55,36 @@ class EndingSignals:
     ) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+
+
+async def until_signal(main: Coroutine[Any, Any, Found]) -> Found:
+    """Runs `main`, and cancels it where SIGTERM or SIGHUP arrives, so that it ends what it holds.
+
+    Inside of a loop the exception of `EndingSignals` would be the end of whichever callback was
+    running, and of nothing else.
+    """
+    import asyncio
+
+    loop, task, received = asyncio.get_running_loop(), asyncio.current_task(), []
+
+    def end(number: int) -> None:
+        if not received and task is not None:
+            received.append(number)
+            task.cancel()
+
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is _terminate]
+    for number in ours:
+        loop.add_signal_handler(number, end, number)
+    try:
+        return await main
+    except asyncio.CancelledError:
+        if received:
+            raise Terminated(received[0]) from None
+        raise
+    finally:
+        for number in ours:
+            loop.remove_signal_handler(number)
+            signal.signal(number, _terminate)
 
 
 def end_quietly(exit_code: int) -> None:

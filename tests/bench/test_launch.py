@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kdecode.bench.serving.launch import Launch, LaunchError, free_port, launche
 from kdecode.commands.common import InputError
 from kdecode.commands.compare_design import launches_of
 from kdecode.commands.launches import recipe_servers
+from kdecode.commands.process import EndingSignals, Terminated, until_signal
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # Answers everything with 200 and what the environment variable KD says; writes its process id.
@@ -150,6 +152,12 @@ def test_recipes_can_be_read_and_differ_in_the_backend_alone(recipe: Path) -> No
             "compare.json is no flag",
         ),
         ("{", "cannot be read"),
+        ("arms: [a, b]", "must have `arms`"),
+        ("arms: {a: 5, b: 6}", "arms.a needs `command`"),
+        ("arms: {a: {command: [], url: y}, b: 1}", "arms.a needs `command`"),
+        ("arms: {a: {command: [x], url: y, ready_s: x}, b: 1}", "a number of seconds"),
+        ("arms: {a: {command: [x], url: y, environment: [1]}, b: 1}", "a mapping"),
+        ("arms: {a: {command: [x], url: y}, b: 1}\ncompare: [1]", "must have `arms`"),
     ],
 )
 def test_bad_recipes(tmp_path: Path, text: str, message: str) -> None:
@@ -165,7 +173,16 @@ def test_bad_recipes(tmp_path: Path, text: str, message: str) -> None:
         (["--url-a", "x", "--url-b", "y", "--serve"], "exclude each other"),
         (["model", "--url-a", "x", "--url-b", "y"], "leave them out"),
         (["--url-a", "ftp://x", "--url-b", "y"], "no address of a server"),
-        (["--url-a", "x", "--url-b", "y", "--concurrency", "2", "--rate", "1"], "not by both"),
+        (["--url-a", "x", "--url-b", "y", "--concurrency", "2", "--rate", "1"], "exclude each"),
+        (["--url-a", "x", "--url-b", "y", "--own-times", "--rate", "1"], "exclude each other"),
+        (["--url-a", "x", "--url-b", "y", "--rate", "nan"], "rate is nan"),
+        (["--url-a", "x", "--url-b", "y", "--near-tie-nats", "nan"], "near-tie-nats is nan"),
+        (["--url-a", "x", "--url-b", "y", "--max-pause", "-1"], "max-pause is -1"),
+        (["--url-a", "x", "--url-b", "y", "--timeout", "0"], "timeout is 0"),
+        (["--url-a", "x", "--url-b", "y", "--api-key", "ä"], "no HTTP header"),
+        (["--url-a", "x", "--url-b", "y", "--preflight", "--json", "z"], "measures nothing"),
+        (["--url-a", "x", "--url-b", "y", "--task", "mrcr", "--out", "z"], "report of speed"),
+        (["--agentic", "--out", "x"], "--agentic, --out: only a comparison of servers"),
         (["--url-a", "x", "--url-b", "y", "--blocks", "1"], "at least 2"),
     ],
 )
@@ -174,3 +191,24 @@ def test_flags_that_mean_nothing_together(
 ) -> None:
     assert cli.main(["compare", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_a_callback_of_the_loop_ends_the_servers(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """An exception that is raised there would be reported by the loop, and end nothing."""
+    pid = tmp_path / "pid"
+
+    async def main() -> None:
+        async with launched(server(pid)):
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), number)
+            await asyncio.sleep(60)
+
+    with EndingSignals():
+        with pytest.raises(Terminated) as ended:
+            asyncio.run(until_signal(main()))
+        assert signal.getsignal(number) is not signal.SIG_DFL
+    assert ended.value.exit_code == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

@@ -7,6 +7,7 @@ what passes are compared with.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,8 +38,9 @@ class Load:
             raise WorkloadError("Load is by concurrency or by rate, not by both.")
         if self.concurrency is not None and self.concurrency < 1:
             raise WorkloadError(f"The concurrency is {self.concurrency}; it must be 1 or more.")
-        if (self.rate is not None and self.rate <= 0) or self.speed <= 0:
-            raise WorkloadError(f"The rate {self.rate} and the speed {self.speed} must be above 0.")
+        for name, value in (("rate", self.rate), ("speed", self.speed)):
+            if value is not None and not 0 < value < math.inf:
+                raise WorkloadError(f"The {name} is {value:g}; it must be above 0 and finite.")
 
     @property
     def is_open(self) -> bool:
