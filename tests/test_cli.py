@@ -108,15 +108,17 @@ def test_generate_chat_does_not_show_a_stop_string(
     assert document["finish_reason"] == "stop"
 
 
-def test_a_default_model_that_cannot_be_written_is_an_error(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_default_model_and_its_draft_are_used_when_none_is_named(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("KDECODE_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    code, _, err = _run(capsys, "generate", "--prompt", "x")
-    assert code == 2
-    assert "the default model cannot be written" in err
-    assert "KDECODE_CACHE_DIR" in err
+    drafts = ("--speculative-config", '{"num_speculative_tokens": 3}')
+    command = ("generate", "--prompt", "def f(x):", "--max-tokens", 24, "--json", *ENGINE)
+    code, out, err = _run(capsys, *command, *drafts)
+    assert code == 0
+    assert "using the default model in" in err
+    document = json.loads(out)
+    assert document["metrics"]["speculation"]["rounds"] > 0
+    assert json.loads(_run(capsys, *command)[1])["text"] == document["text"]
 
 
 def test_a_directory_in_place_of_a_file_is_named(

@@ -19,7 +19,7 @@ from k3train import sizes
 from k3train.corpus import Corpus, token_stream
 from k3train.distil import Distillation
 from k3train.draft import Draft
-from k3train.export import export_draft, export_target
+from k3train.export import export_draft, export_target, load_target
 from k3train.ngram import NgramModel, bits_per_byte
 from k3train.optimiser import Optimiser
 from k3train.pretrain import SHORT_TOKENS, Batches, Pretraining
@@ -30,8 +30,11 @@ from kdecode.config_draft import DraftConfig
 from kdecode.model.tokenizer import Tokenizer, save_tokens
 
 SEED = 0
-TARGET_STEPS, TARGET_RATE = 1600, 3e-3
-DRAFT_STEPS, DRAFT_RATE = 600, 2e-3
+# The target's rate is constant, then falls to nothing in a stage of its own. That one begins at an
+# exported checkpoint, so that the two can be trained on different machines.
+TARGET_STEPS, TARGET_RATE = 1000, 3e-3
+ANNEAL_STEPS, ANNEAL_WARM_UP = 140, 10
+DRAFT_STEPS, DRAFT_RATE = 620, 3e-3
 DRAFT_SEQUENCES = 8
 
 
@@ -59,12 +62,20 @@ class Work:
         text = json.dumps(self.figures() | figures, indent=2, sort_keys=True) + "\n"
         self.figures_file.write_text(text, encoding="utf-8")
 
-    def target(self) -> Target:
-        """The trained target."""
+    def target(self, state_file: str) -> Target:
+        """The target as a training left it."""
         target = Target(sizes.model_config(), SEED, device=self.device)
-        state = torch.load(self.folder / "target.pt", weights_only=True, map_location="cpu")
+        state = torch.load(self.folder / state_file, weights_only=True, map_location="cpu")
         target.load(state["learner"])
         return target
+
+    def export_target(self, state_file: str, name: str) -> None:
+        """The target as a checkpoint in the released layout, with its tokenizer."""
+        tokenizer = self.tokenizer()
+        tokens = [tokenizer.token_bytes(rank) for rank in range(tokenizer.num_base)]
+        state = {slot: tensor.cpu() for slot, tensor in self.target(state_file).state().items()}
+        folder = self.folder / name
+        export_target(folder, sizes.document(), state, tokens, sizes.generation())
 
 
 def prepare(work: Work, minutes: float | None) -> bool:
@@ -94,18 +105,38 @@ def prepare(work: Work, minutes: float | None) -> bool:
 
 
 def pretrain(work: Work, minutes: float | None) -> bool:
-    """The target."""
+    """The target at a constant rate, and the checkpoint ``base``."""
+    target = Target(sizes.model_config(), SEED, device=work.device)
+    schedule = Schedule(TARGET_STEPS, TARGET_RATE, decay_share=0.0)
+    if not _train_target(work, target, "target", SEED, schedule, minutes):
+        return False
+    work.export_target("target.pt", "base")
+    return True
+
+
+def anneal(work: Work, minutes: float | None) -> bool:
+    """The target from ``base`` on, at a falling rate."""
+    target = Target(sizes.model_config(), SEED, device=work.device)
+    target.load(load_target(work.folder / "base"))
+    schedule = Schedule(
+        ANNEAL_STEPS, TARGET_RATE, warm_up=ANNEAL_WARM_UP, decay_share=1.0, held_out_every=70
+    )
+    return _train_target(work, target, "anneal", SEED + 2, schedule, minutes)
+
+
+def _train_target(
+    work: Work, target: Target, name: str, seed: int, schedule: Schedule, minutes: float | None
+) -> bool:
     train_ids, held_out = work.streams()
     figures = work.figures()
     bytes_per_token = float(figures["held_out_bytes"]) / float(figures["held_out_tokens"])
-    target = Target(sizes.model_config(), SEED, device=work.device)
-    batches = Batches(work.tokenizer(), train_ids, SEED)
+    batches = Batches(work.tokenizer(), train_ids, seed)
     return train(
         Pretraining(target, batches, held_out, bytes_per_token),
         Optimiser(target.parameters),
-        Schedule(TARGET_STEPS, TARGET_RATE),
-        work.folder / "target.pt",
-        work.folder / "target.jsonl",
+        schedule,
+        work.folder / f"{name}.pt",
+        work.folder / f"{name}.jsonl",
         minutes=minutes,
     )
 
@@ -113,7 +144,7 @@ def pretrain(work: Work, minutes: float | None) -> bool:
 def distil(work: Work, minutes: float | None) -> bool:
     """The draft."""
     train_ids, held_out = work.streams()
-    target = work.target()
+    target = work.target("anneal.pt")
     for tensor in target.parameters.values():
         tensor.requires_grad_(False)
     config = DraftConfig.from_checkpoint(sizes.draft_document())
@@ -133,16 +164,19 @@ def distil(work: Work, minutes: float | None) -> bool:
 
 def export(work: Work, minutes: float | None) -> bool:
     """Both checkpoints in the released layout, in the folders ``model`` and ``draft``."""
-    tokenizer = work.tokenizer()
-    tokens = [tokenizer.token_bytes(rank) for rank in range(tokenizer.num_base)]
-    trained = {slot: tensor.cpu() for slot, tensor in work.target().state().items()}
-    export_target(work.folder / "model", sizes.document(), trained, tokens, sizes.generation())
+    work.export_target("anneal.pt", "model")
     state = torch.load(work.folder / "draft.pt", weights_only=True, map_location="cpu")
     export_draft(work.folder / "draft", sizes.draft_document(), state["learner"])
     return True
 
 
-STAGES = {"prepare": prepare, "target": pretrain, "draft": distil, "export": export}
+STAGES = {
+    "prepare": prepare,
+    "target": pretrain,
+    "anneal": anneal,
+    "draft": distil,
+    "export": export,
+}
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from kdecode.config import (
     TrunkWeights,
     terminal_draws,
 )
+from kdecode.config_json import parse_json_object
 from kdecode.config_speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="checkpoint directory; without it the embedded default model, made on first use",
+        help="checkpoint directory; without it the embedded default model",
     )
 
 
@@ -164,15 +165,21 @@ def add_speculative_argument(parser: argparse._ActionsContainer) -> None:
         "--speculative-config",
         type=_speculative_config,
         metavar="JSON",
-        help="a draft model and how it is used, with vLLM's names: docs/speculative.md",
+        help="a draft model and how it is used, with vLLM's names: docs/speculative.md; without a "
+        '"model" the draft of the default model',
     )
 
 
 def _speculative_config(text: str) -> SpeculativeConfig:
-    """An argparse type."""
+    """An argparse type. Without a model it is the default model's draft."""
     try:
-        return SpeculativeConfig.from_json(text)
-    except ConfigError as error:
+        document = parse_json_object(text, "The speculative configuration", ConfigError)
+        if "model" not in document:
+            from kdecode.model.default_model import default_draft_directory
+
+            document["model"] = str(default_draft_directory())
+        return SpeculativeConfig.from_json(document)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -197,20 +204,11 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
 
 
 def model_directory(args: argparse.Namespace) -> Path:
-    """The model's directory; makes the default one if need be. Raises InputError."""
+    """The model's directory, or the default one's. Raises InputError, CheckpointError."""
     if args.model is None:
         from kdecode.model.default_model import default_model_directory
 
-        bar = ProgressBar()
-        try:
-            directory = default_model_directory(lambda done, of: bar("default model", done, of))
-        except OSError as error:
-            raise InputError(
-                f"the default model cannot be written: {error}; name another cache folder with "
-                "KDECODE_CACHE_DIR, or a MODEL"
-            ) from error
-        finally:
-            bar.clear()
+        directory = default_model_directory()
         print(f"no model was named; using the default model in {directory}", file=sys.stderr)
         return directory
     if not args.model:

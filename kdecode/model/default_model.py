@@ -1,61 +1,60 @@
-"""The model that is used when none is named: where it is kept, which version of it, and its repair.
+"""The model and the draft that come with the package, and are used when none is named.
 
-Owns the folder's name. It has a digest of everything that decides the model's bytes, so that a
-folder that an earlier version of the synthesis left behind is never taken for this version's.
+Owns where they are and whether they are whole. How they were trained is in ``MODEL_CARD.md`` beside
+them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
-from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-from kdecode.config import environment
-from kdecode.model.building import remove_abandoned, scratch
-from kdecode.model.presets import PRESETS, released_config
-from kdecode.model.synthesis import SYNTHESIS_DIGEST, Progress, is_intact, make_checkpoint
+from kdecode.model.shards import CheckpointError
 
-DEFAULT_PRESET = "small"
-DEFAULT_SEED = 0
-
-log = logging.getLogger(__name__)
+SHIPPED = Path(__file__).parents[1] / "shipped"
+DEFAULT_MODEL, DEFAULT_DRAFT = "k3-tiny", "k3-tiny-draft"
+SUMS_FILE = "SHA256SUMS"
 
 
-def default_model_directory(progress: Progress | None = None) -> Path:
-    """The default model's directory; made on first use, and anew where it is damaged.
+def default_model_directory() -> Path:
+    """The default model's checkpoint. CheckpointError for a file that is not what was shipped."""
+    return _checked(SHIPPED, DEFAULT_MODEL)
 
-    Of several processes that make it at once, one wins and the others use its result. Raises
-    OSError where it cannot be written.
-    """
-    directory = environment().cache_dir / _folder_name()
-    remove_abandoned(directory.parent)
-    if _is_intact(directory):
-        return directory
-    if os.path.lexists(directory):
-        log.warning("the default model in %s is damaged; it is made anew", directory)
-        # Aside in one go, so that no other process ever sees half of it.
-        with scratch(directory) as aside, suppress(FileNotFoundError):
-            # Looked at again, because another process may have been here.
-            if not _is_intact(directory):
-                directory.rename(aside / "damaged")
+
+def default_draft_directory() -> Path:
+    """The checkpoint of the default model's draft. CheckpointError as above."""
+    return _checked(SHIPPED, DEFAULT_DRAFT)
+
+
+@cache
+def _checked(shipped: Path, name: str) -> Path:
+    """The folder, once every file of it has the sum that `SUMS_FILE` says."""
+    for file, wanted in read_sums(shipped).items():
+        if not file.startswith(f"{name}/"):
+            continue
+        try:
+            found = hashlib.sha256((shipped / file).read_bytes()).hexdigest()
+        except OSError as error:
+            raise CheckpointError(
+                f"{shipped / file} of the default model cannot be read ({error.strerror}); install "
+                "kdecode anew, or name a MODEL."
+            ) from error
+        if found != wanted:
+            raise CheckpointError(
+                f"{shipped / file} of the default model has the SHA-256 {found[:16]}..., not "
+                f"{wanted[:16]}...; install kdecode anew, or name a MODEL."
+            )
+    return shipped / name
+
+
+def read_sums(shipped: Path) -> dict[str, str]:
+    """SHA-256 by file, from lines as the program sha256sum writes them."""
     try:
-        make_checkpoint(directory, DEFAULT_PRESET, DEFAULT_SEED, progress)
-    except OSError:
-        # Another process was faster; anything else in the way is an error.
-        if not _is_intact(directory):
-            raise
-    return directory
-
-
-def _is_intact(directory: Path) -> bool:
-    return is_intact(directory, DEFAULT_PRESET, DEFAULT_SEED)
-
-
-def _folder_name() -> str:
-    # `SYNTHESIS_DIGEST` stands for the distributions, the configuration for the sizes.
-    decides = json.dumps([SYNTHESIS_DIGEST, released_config(PRESETS[DEFAULT_PRESET])])
-    version = hashlib.sha256(decides.encode()).hexdigest()[:12]
-    return f"{DEFAULT_PRESET}-{DEFAULT_SEED}-{version}"
+        lines = (shipped / SUMS_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise CheckpointError(
+            f"{shipped / SUMS_FILE} of the default model cannot be read ({error.strerror}); "
+            "install kdecode anew, or name a MODEL."
+        ) from error
+    return {file: digest for digest, file in (line.split("  ", 1) for line in lines)}

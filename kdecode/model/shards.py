@@ -181,12 +181,6 @@ def _check_data(path: Path, entries: Mapping[str, Entry], data_start: int, file_
 Announced = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-def shard_bytes(specs: Announced) -> int:
-    """The size of the file that `write_shard` writes for these tensors."""
-    text, data_bytes = _header_text(specs)
-    return _LENGTH.size + len(text) + data_bytes
-
-
 def _header_text(specs: Announced) -> tuple[bytes, int]:
     """The header of these tensors, and the bytes of their data."""
     header: dict[str, Any] = {}

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -38,12 +37,9 @@ from kdecode.model.building import building
 from kdecode.model.mxfp4 import SCALE_BIAS
 from kdecode.model.presets import PRESETS, Preset, released_config
 from kdecode.model.roster import Slots, TensorSpec, default_prefix, layer_slots, model_slots
-from kdecode.model.shards import DTYPES, shard_bytes, write_shard
+from kdecode.model.shards import DTYPES, write_shard
 from kdecode.model.weights import INDEX_FILE
 
-# Of all files of `mini` with seed 0, as a test computes it: a change of what is written changes it,
-# and with it the folder of the default model.
-SYNTHESIS_DIGEST = "a3e6789d69b26465"
 # A shard is closed at this size, or after its share of the tensors of a small model.
 SHARD_BYTES = 1 << 30
 MIN_SHARDS = 3
@@ -92,26 +88,6 @@ def make_checkpoint(
     preset = _preset(preset)
     with building(directory) as made:
         _write_all(made, preset, seed, progress)
-
-
-def is_intact(directory: Path, preset: str | Preset, seed: int) -> bool:
-    """Whether a folder has what `make_checkpoint` writes, as far as sizes and small files tell."""
-    preset = _preset(preset)
-    config = ModelConfig.from_checkpoint(released_config(preset))
-    sizes = {
-        file: shard_bytes({spec.name: (spec.dtype, spec.shape) for spec in specs})
-        for file, specs in _shard_files(_all_slots(config)).items()
-    }
-    try:
-        with tempfile.TemporaryDirectory() as around:
-            small = Path(around)
-            _write_small(small, preset, seed)
-            for path in small.iterdir():
-                if (directory / path.name).read_bytes() != path.read_bytes():
-                    return False
-        return all((directory / file).stat().st_size == size for file, size in sizes.items())
-    except OSError:
-        return False
 
 
 def _preset(preset: str | Preset) -> Preset:

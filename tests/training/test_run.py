@@ -106,6 +106,7 @@ def test_the_rate_rises_stays_and_falls() -> None:
     assert rates[9:80] == [2.0] * 71
     assert rates[90] == pytest.approx(1.0)
     assert rates[99] == pytest.approx(0.1)
+    assert [rate_at(step, 100, 2.0, 10, 0.0) for step in (50, 99)] == [2.0, 2.0]
 
 
 def test_an_exported_target_is_what_was_trained(tmp_path: Path) -> None:
@@ -130,6 +131,27 @@ def test_an_exported_target_is_what_was_trained(tmp_path: Path) -> None:
     assert torch.equal(model.embed, state["embed"].bfloat16())
     assert torch.equal(layer.attention.o_proj, state["layers.1.attention.o_proj"].bfloat16())
     assert torch.equal(layer.attention.a_log, state["layers.1.attention.a_log"])
+
+
+def test_a_training_goes_on_from_an_exported_target(tmp_path: Path) -> None:
+    """Every number that is loaded is the one in the file, and exporting it changes none."""
+    target = Target(sizes.model_config(), seed=4)
+    tokens = [bytes([value]) for value in range(256)]
+    tokens += [bytes([a, b]) for a in range(256) for b in range(256)]
+    tokens = tokens[: target.config.vocab_size - 256]
+    loaded = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        export.export_target(folder, sizes.document(), target.state(), tokens, sizes.generation())
+        loaded.append(export.load_target(folder))
+        target.load(loaded[-1])
+    trained = Target(sizes.model_config(), seed=4).state()
+    for slot, value in trained.items():
+        assert torch.equal(loaded[0][slot], loaded[1][slot]), slot
+        if is_expert(slot):
+            assert torch.equal(loaded[0][slot], round_mxfp4(value))
+        else:
+            assert torch.allclose(loaded[0][slot], value, rtol=2**-8)
 
 
 def test_an_exported_draft_is_what_was_trained(tmp_path: Path) -> None:

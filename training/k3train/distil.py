@@ -16,8 +16,8 @@ from k3train.pretrain import SHORT_TOKENS, Batches
 from k3train.target import Target
 
 NUM_DRAFTS = 7
-ROUNDS_PER_SEQUENCE = 16
-_PLACE_DECAY = 0.9
+ROUNDS_PER_SEQUENCE = 96
+_PLACE_DECAY = 0.8
 _CONFIDENCE_WEIGHT = 0.1
 _DISTANCE_WEIGHT = 1.0
 # Rounds of the held-out figures; their anchors are the same every time.

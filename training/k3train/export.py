@@ -1,4 +1,4 @@
-"""Writes trained parameters as a checkpoint in the released layout.
+"""Trained parameters as a checkpoint in the released layout, and back.
 
 Owns the way from slots to tensors: trunk in bf16, experts packed to MXFP4, biases and decays in
 fp32. Names, shapes and dtypes are `kdecode.model.roster`'s.
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3train.target import is_expert
+from k3train.target import is_expert, slot_shapes
 from kdecode.config import ModelConfig
 from kdecode.config_checkpoint import CONFIG_FILE
 from kdecode.config_draft import DraftConfig
 from kdecode.model.draft_roster import draft_slots
-from kdecode.model.mxfp4 import pack
+from kdecode.model.mxfp4 import dequantise, pack
 from kdecode.model.parameters import Mxfp4
 from kdecode.model.roster import TensorSpec, default_prefix, layer_slots, model_slots
 from kdecode.model.shards import DTYPES, write_shard
 from kdecode.model.tokenizer import save_tokens
-from kdecode.model.weights import INDEX_FILE, SINGLE_FILE
+from kdecode.model.weights import INDEX_FILE, SINGLE_FILE, CheckpointReader
 
 
 def export_target(
@@ -56,6 +56,21 @@ def export_target(
     save_tokens(directory, base_tokens)
     _write_json(directory / "generation_config.json", generation)
     _write_json(directory / CONFIG_FILE, document)
+
+
+def load_target(directory: Path) -> dict[str, Tensor]:
+    """fp32 parameters by slot, as `export_target` rounded them."""
+    reader = CheckpointReader(directory)
+    model = reader.load_model()
+    state = {}
+    for slot, shape in slot_shapes(reader.config).items():
+        value: Any = model
+        for part in slot.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        if is_expert(slot):
+            value = torch.stack([dequantise(expert) for expert in value])
+        state[slot] = value.float().view(shape).clone()
+    return state
 
 
 def export_draft(directory: Path, document: dict[str, Any], state: dict[str, Tensor]) -> None:

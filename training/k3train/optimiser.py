@@ -88,7 +88,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def rate_at(step: int, steps: int, peak: float, warm_up: int, decay_share: float) -> float:
-    """Linear rise, plateau, linear fall over the last share of the steps."""
+    """Linear rise, plateau, linear fall over the last share of the steps, if there is one."""
     rise = (step + 1) / warm_up
-    fall = (steps - step) / (decay_share * steps)
+    fall = (steps - step) / (decay_share * steps) if decay_share else 1.0
     return peak * min(1.0, rise, fall)
