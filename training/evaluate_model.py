@@ -27,7 +27,7 @@ from k3train.draft import Draft
 from k3train.ngram import NgramModel, bits_per_byte
 from k3train.pretrain import SHORT_TOKENS, cross_entropy
 from kdecode.config_draft import DraftConfig
-from kdecode.config_speculative import SpeculativeConfig
+from kdecode.config_speculative import RejectionSampleMethod, SpeculativeConfig
 from kdecode.engine.engine import LLM
 from kdecode.engine.request import SamplingParams
 from kdecode.eval.needles import find, make_items
@@ -38,6 +38,12 @@ BACKENDS = ("auto", "latency_specialized")
 DECODED_TOKENS, WINDOW_TOKENS = 8192, 512
 NEEDLE_DISTANCES, NEEDLE_ITEMS = (500, 2000), 25
 PROMPTS, PROMPT_TOKENS, REPLY_TOKENS = 24, 192, 128
+# Name, temperature, verification.
+ACCEPTANCE_ARMS: tuple[tuple[str, float, RejectionSampleMethod], ...] = (
+    ("greedy", 0.0, "standard"),
+    ("temperature 1", 1.0, "standard"),
+    ("temperature 1, block", 1.0, "block"),
+)
 # An fp8 cache has no scale of its own in these checkpoints.
 FP8_SCALE = 1.0
 CALIBRATION_BINS = 10
@@ -88,14 +94,15 @@ def decoded(work: Work, held_out: NDArray[np.uint16]) -> dict[str, Any]:
 
 
 def acceptance(work: Work, held_out: NDArray[np.uint16]) -> dict[str, Any]:
-    """Of real rounds on held-out text, greedy and at temperature 1, by place."""
+    """Of real rounds after held-out text, greedy and at temperature 1, by place."""
     prompts = held_out_parts(held_out, PROMPTS, PROMPT_TOKENS)
     result = {}
-    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+    for name, temperature, method in ACCEPTANCE_ARMS:
         speculative = SpeculativeConfig(
             model=str(work.folder / "draft"),
             num_speculative_tokens=NUM_DRAFTS,
             draft_sample_method="greedy" if temperature == 0 else "probabilistic",
+            rejection_sample_method=method,
         )
         llm = LLM(
             work.folder / "model",
