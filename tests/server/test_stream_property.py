@@ -17,7 +17,7 @@ from kdecode.engine.loop import Event
 from kdecode.engine.text import TextStream
 from kdecode.model.tokenizer import IncrementalDetokenizer
 from kdecode.server.parser import K3Parser
-from kdecode.server.schema import CompletionRequest
+from kdecode.server.schema import ChatRequest, CompletionRequest
 from kdecode.server.stream import ChatChoice, CompletionChoice
 
 TOKENIZER = k3_tokenizer()
@@ -68,7 +68,8 @@ def _events(ids: Sequence[int], reason: str, stop: Sequence[str]) -> list[Event]
 )
 def test_chats(items: list[int | str], stop: list[str], reason: str, thinking: bool) -> None:
     parser = K3Parser(TOKENIZER, thinking=thinking, has_tools=True, stop=stop)
-    choice = ChatChoice(0, TOKENIZER, parser, (1,), "x")
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    choice = ChatChoice(0, TOKENIZER, parser, (1,), "x", body)
     pieces = []
     for event in _events(_ids(items), reason, ()):
         piece = choice.feed(event)

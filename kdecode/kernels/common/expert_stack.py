@@ -38,14 +38,14 @@ class ExpertStack:
         """Memory of so many experts, not initialised. form: "rows" or "mxfp4_rows"."""
         shapes = (count, 2 * width, side), (count, side, width)
         if form == "rows":
-            blocks = [empty_huge(shape, torch.bfloat16) for shape in shapes]
-            return ExpertStack(form, *blocks, None, None)
-        parts = [
+            gate_up, down = (empty_huge(shape, torch.bfloat16) for shape in shapes)
+            return ExpertStack(form, gate_up, down, None, None)
+        gate_up, down, gate_up_scales, down_scales = (
             empty_huge((*shape[:2], shape[2] // divisor), torch.uint8)
             for divisor in (2, MXFP4_GROUP)
             for shape in shapes
-        ]
-        return ExpertStack(form, *parts)
+        )
+        return ExpertStack(form, gate_up, down, gate_up_scales, down_scales)
 
     @staticmethod
     def of(experts: Sequence[Any]) -> ExpertStack:
