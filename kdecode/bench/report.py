@@ -7,13 +7,14 @@ formula that made it. A ratio is printed only when the comparison has one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kdecode.bench.agreement import Agreement
 from kdecode.bench.compare import Comparison
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SPECIALIZED, STANDARD, ArmSummary, Spread
+from kdecode.bench.statistics import RatioEstimate
 from kdecode.bench.tables import columns, estimate_text, legend, plain, rate, spread_text
 from kdecode.bench.verdicts import COMPARED_SETTING, MIN_COVERAGE
 from kdecode.bench.wording import counted
@@ -53,7 +54,12 @@ def render(comparison: Comparison, machine: Machine) -> str:
         _measured_table(comparison, machine),
         _coverage_lines(comparison),
         _agreement_lines(comparison),
-        _ratio_lines(comparison),
+        ratio_lines(
+            comparison.arm_names,
+            comparison.ratios,
+            comparison.unequal_pairs,
+            comparison.settings.blocks,
+        ),
         _verdict_lines(comparison),
         legend(FORMULAS),
     ]
@@ -181,23 +187,26 @@ def divergence_lines(agreement: Agreement, noun: str) -> Iterable[str]:
             )
 
 
-def _ratio_lines(comparison: Comparison) -> list[str]:
-    if not comparison.ratios:
+def ratio_lines(
+    arm_names: tuple[str, str],
+    ratios: Mapping[str, RatioEstimate],
+    unequal_pairs: int,
+    blocks: int,
+) -> list[str]:
+    """Every ratio with its interval, and what limits them; [] where no ratio was taken."""
+    if not ratios:
         return []
-    baseline, candidate = comparison.arm_names
+    baseline, candidate = arm_names
     lines = [f"ratios {baseline} / {candidate}, above 1: {candidate} is faster"]
-    for metric, estimate in comparison.ratios.items():
+    for metric, estimate in ratios.items():
         lines.append(f"  {RATIO_LABELS[metric]}: {estimate_text(metric, estimate)}")
-    if comparison.unequal_pairs:
+    if unequal_pairs:
         lines.append(
-            f"  no ratio of request latency: in {counted(comparison.unequal_pairs, 'pair')} the "
+            f"  no ratio of request latency: in {counted(unequal_pairs, 'pair')} the "
             f"arms made different numbers of tokens"
         )
-    if comparison.settings.blocks < RECOMMENDED_BLOCKS:
-        lines.append(
-            f"  only {comparison.settings.blocks} blocks; {RECOMMENDED_BLOCKS} or more are "
-            f"recommended"
-        )
+    if blocks < RECOMMENDED_BLOCKS:
+        lines.append(f"  only {blocks} blocks; {RECOMMENDED_BLOCKS} or more are recommended")
     return lines
 
 

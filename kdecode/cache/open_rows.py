@@ -34,6 +34,12 @@ class KeptRows:
     kept: int
 
 
+def kept_lines(kept: Sequence[KeptRows], requests: int) -> list[tuple[int, int, int]]:
+    """(slot, first row, rows that stay) of each, padded with lines of no rows to ``requests``."""
+    lines = [(entry.span.slot, entry.span.first, entry.kept) for entry in kept]
+    return lines + [(0, 0, 0)] * (requests - len(lines))
+
+
 # Moves the slots, in every layer.
 Apply = Callable[[Sequence[KeptRows]], None]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kdecode.cache.caches import Caches
-from kdecode.cache.open_rows import KeptRows
+from kdecode.cache.open_rows import KeptRows, kept_lines
 from kdecode.config import ModelConfig
 from kdecode.decode.buffers import (
     allocate,
@@ -146,9 +146,7 @@ def _build_commit(
         program.add(step.name, step.args)
 
     def commit(kept: Sequence[KeptRows]) -> None:
-        lines = [(entry.span.slot, entry.span.first, entry.kept) for entry in kept]
-        lines += [(0, 0, 0)] * (requests - len(lines))
-        buffers["kept_rows"].numpy()[:] = lines
+        buffers["kept_rows"].numpy()[:] = kept_lines(kept, requests)
         program.run(0, len(prepared))
 
     return commit

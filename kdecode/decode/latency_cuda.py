@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kdecode.cache.caches import Caches
-from kdecode.cache.open_rows import KeptRows
+from kdecode.cache.open_rows import KeptRows, kept_lines
 from kdecode.config import ModelConfig
 from kdecode.decode.buffers import (
     INT32,
@@ -319,9 +319,7 @@ class SlotCommit:
     requests: int
 
     def __call__(self, kept: Sequence[KeptRows]) -> None:
-        lines = [(entry.span.slot, entry.span.first, entry.kept) for entry in kept]
-        lines += [(0, 0, 0)] * (self.requests - len(lines))
-        self.staging.arrays()["kept_rows"][:] = lines
+        self.staging.arrays()["kept_rows"][:] = kept_lines(kept, self.requests)
         self.staging.send()
         self.prepared.run()
 

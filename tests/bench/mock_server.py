@@ -12,9 +12,15 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from simulated import SimulatedLoop
+from simulated import SimulatedLoop, simulate
+
+from kdecode.bench.serving.client import Client
+from kdecode.bench.serving.http import Target
+from kdecode.bench.serving.load import Load, PassResult, run_pass
+from kdecode.bench.workloads.types import Workload
 
 CONFIG: Mapping[str, Any] = {
     "decode_backend": "auto",
@@ -227,3 +233,14 @@ def _answer(writer: asyncio.StreamWriter, status: int, text: str) -> None:
 def _chunk(writer: asyncio.StreamWriter, document: dict[str, Any]) -> None:
     data = b"data: " + json.dumps(document).encode() + b"\n\n"
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+def play(folder: Path, server: MockServer, workload: Workload, load: Load) -> PassResult:
+    """A pass of the workload against the server, in simulated time."""
+
+    async def main() -> PassResult:
+        async with server.running() as url:
+            return await run_pass(Client("a", Target.from_url(url)), workload, load)
+
+    result: PassResult = simulate(folder, main())
+    return result

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mock_server import MockServer
+from mock_server import MockServer, play
 from simulated import simulate
 
 from kdecode.bench.metrics import MetricError
 from kdecode.bench.serving.client import Client, ServedRecord
 from kdecode.bench.serving.facts import read_facts
 from kdecode.bench.serving.http import HttpError, Target, exchange
-from kdecode.bench.serving.load import Load, PassResult, run_pass
+from kdecode.bench.serving.load import Load
 from kdecode.bench.serving.reply import events, read_stream
 from kdecode.bench.workloads.types import Request, Workload, WorkloadError
 
@@ -29,15 +29,6 @@ def ask(folder: Path, server: MockServer, request: Request | None = None) -> Ser
 
     record: ServedRecord = simulate(folder, main())
     return record
-
-
-def play(folder: Path, server: MockServer, workload: Workload, load: Load) -> PassResult:
-    async def main() -> PassResult:
-        async with server.running() as url:
-            return await run_pass(Client("a", Target.from_url(url)), workload, load)
-
-    result: PassResult = simulate(folder, main())
-    return result
 
 
 def test_worked_example_to_the_digit(tmp_path: Path) -> None:

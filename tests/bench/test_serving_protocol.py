@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mock_server import CONFIG, MockServer
+from mock_server import CONFIG, MockServer, play
 from simulated import simulate
 
 from kdecode.bench.machine import Machine
@@ -16,7 +16,7 @@ from kdecode.bench.serving.counters import add_up, growth, read_counters
 from kdecode.bench.serving.facts import ServerFacts, read_facts
 from kdecode.bench.serving.gate import run_problems
 from kdecode.bench.serving.http import HttpError, Target
-from kdecode.bench.serving.load import Load, PassResult, run_pass
+from kdecode.bench.serving.load import Load, PassResult
 from kdecode.bench.serving.protocol import Design, ServedComparison, compare_servers
 from kdecode.bench.serving.report import render, tables
 from kdecode.bench.serving.stored import (
@@ -71,15 +71,6 @@ def facts_of(folder: Path, server: MockServer) -> ServerFacts:
             return await read_facts(Client("a", Target.from_url(url)))
 
     found: ServerFacts = simulate(folder, main())
-    return found
-
-
-def play(folder: Path, server: MockServer, workload: Workload, load: Load) -> PassResult:
-    async def main() -> PassResult:
-        async with server.running() as url:
-            return await run_pass(Client("a", Target.from_url(url)), workload, load)
-
-    found: PassResult = simulate(folder, main())
     return found
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kdecode.bench import report as in_process
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SERVED_FORMULAS, SPECIALIZED, STANDARD, Spread
-from kdecode.bench.report import RATIO_LABELS, RECOMMENDED_BLOCKS, divergence_lines
+from kdecode.bench.report import divergence_lines
 from kdecode.bench.serving.facts import ServerFacts
 from kdecode.bench.serving.protocol import ServedComparison
 from kdecode.bench.serving.summary import ServedSummary
@@ -254,23 +255,12 @@ def output_lines(comparison: ServedComparison) -> list[str]:
 
 
 def ratio_lines(comparison: ServedComparison) -> list[str]:
-    if not comparison.ratios:
-        return []
-    baseline, candidate = comparison.arm_names
-    lines = [f"ratios {baseline} / {candidate}, above 1: {candidate} is faster"]
-    for metric, estimate in comparison.ratios.items():
-        lines.append(f"  {RATIO_LABELS[metric]}: {estimate_text(metric, estimate)}")
-    if comparison.unequal_pairs:
-        lines.append(
-            f"  no ratio of request latency: in {counted(comparison.unequal_pairs, 'pair')} the "
-            "arms made different numbers of tokens"
-        )
-    if comparison.design.blocks < RECOMMENDED_BLOCKS:
-        lines.append(
-            f"  only {comparison.design.blocks} blocks; {RECOMMENDED_BLOCKS} or more are "
-            "recommended"
-        )
-    return lines
+    return in_process.ratio_lines(
+        comparison.arm_names,
+        comparison.ratios,
+        comparison.unequal_pairs,
+        comparison.design.blocks,
+    )
 
 
 def verdict_lines(comparison: ServedComparison) -> list[str]:

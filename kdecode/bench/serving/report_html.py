@@ -11,10 +11,12 @@ from importlib import resources
 
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import RequestMetrics
+from kdecode.bench.report import RATIO_LABELS
 from kdecode.bench.serving import charts, report
 from kdecode.bench.serving.protocol import MeasuredPass, ServedComparison
 from kdecode.bench.serving.summary import ServedSummary
 from kdecode.bench.statistics import RatioEstimate
+from kdecode.bench.tables import estimate_text
 
 _MS = 1e3
 
@@ -61,8 +63,8 @@ def _ratios(comparison: ServedComparison) -> str:
     if not comparison.ratios:
         return ""
     rows = "".join(
-        f"<div class=ratio><b>{escape(report.RATIO_LABELS[name])}</b>{_interval(estimate)}"
-        f"<p>{escape(report.estimate_text(name, estimate))}</p></div>"
+        f"<div class=ratio><b>{escape(RATIO_LABELS[name])}</b>{_interval(estimate)}"
+        f"<p>{escape(estimate_text(name, estimate))}</p></div>"
         for name, estimate in comparison.ratios.items()
     )
     note = escape(report.ratio_lines(comparison)[0])

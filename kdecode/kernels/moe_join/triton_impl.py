@@ -132,8 +132,8 @@ def norm_latents(source, weight, out, eps, SIDE: tl.constexpr, BLOCK_SIDE: tl.co
     tl.store(out + at, to_bf16(normed), mask=inside)
 
 
-@triton.jit
-def _moe_delta(
+@triton.jit(do_not_specialize=["rows"])
+def moe_join(
     source,
     latent_up,
     latent_norm,
@@ -141,8 +141,9 @@ def _moe_delta(
     shared_product,
     shared_down,
     shared,
+    delta_out,
+    prefix,
     eps,
-    n,
     rows,
     SIDE: tl.constexpr,
     SHARED: tl.constexpr,
@@ -154,7 +155,7 @@ def _moe_delta(
     BLOCK_SIDE: tl.constexpr,
     BLOCK_SHARED: tl.constexpr,
 ):
-    """mlp_delta of columns n [BLOCK_N], [BLOCK_N, BLOCK_R] bf16; writes routed and shared."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.minimum(n, WIDTH - 1)
     r = tl.arange(0, BLOCK_R)[None, :]
     at = r * WIDTH + n[:, None]
@@ -198,52 +199,4 @@ def _moe_delta(
         )
         tl.store(shared + at, to_bf16(acc), mask=inside)
         delta += round_bf16(acc)
-    return to_bf16(delta)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def moe_join(
-    source,
-    latent_up,
-    latent_norm,
-    routed,
-    shared_product,
-    shared_down,
-    shared,
-    delta_out,
-    prefix,
-    eps,
-    rows,
-    SIDE: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_LATENTS: tl.constexpr,
-    NORM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIDE: tl.constexpr,
-    BLOCK_SHARED: tl.constexpr,
-):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    delta = _moe_delta(
-        source,
-        latent_up,
-        latent_norm,
-        routed,
-        shared_product,
-        shared_down,
-        shared,
-        eps,
-        n,
-        rows,
-        SIDE,
-        SHARED,
-        HAS_LATENTS,
-        NORM,
-        WIDTH,
-        BLOCK_R,
-        BLOCK_N,
-        BLOCK_SIDE,
-        BLOCK_SHARED,
-    )
-    add_residual(delta, n, rows, delta_out, prefix, prefix, WIDTH, BLOCK_R, False)
+    add_residual(to_bf16(delta), n, rows, delta_out, prefix, prefix, WIDTH, BLOCK_R, False)
