@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from kdecode.config import ModelConfig
+from kdecode.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,23 @@ class Problem:
     rotation_scale: float | None = None
     # "sm_90", ...: of a CUDA plan, whose tile sizes depend on it; "" elsewhere.
     arch: str = ""
+    # Of several, ``config`` is what each of them has (`model.rank_share.share_of`).
+    ranks: Ranks = ALONE
+
+
+class Exchange(Protocol):
+    """How the ranks of a model give each other their parts of a step's values.
+
+    Every rank calls the same functions in the same order, and gets the same bits.
+    """
+
+    def reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's [T, W] fp32, added in the order of the ranks, rounded to bf16."""
+        ...
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Every rank's [T, w] side by side, rank 0's first: [T, size * w] of the same dtype."""
+        ...
 
 
 class PlanMemory:
@@ -107,6 +125,8 @@ class Buffers(dict[str, torch.Tensor]):
     has those of all its rows, by layer, and every static plan ``memory``, which it shares with the
     other plans of its engine. ``staging`` is the `decode.staging.Staging` through which the host
     writes the inputs of a plan on a device; None where it writes the buffers themselves.
+    Of several ranks, ``exchange`` is the `Exchange` of the standard path and ``shared`` that of
+    native steps; None for one rank.
     """
 
     memory: PlanMemory
@@ -118,6 +138,8 @@ class Buffers(dict[str, torch.Tensor]):
     products: Any
     effects: Any
     staging: Any = None
+    exchange: Exchange | None = None
+    shared: Any = None
 
     def __init__(
         self, *tensors: Mapping[str, torch.Tensor], memory: PlanMemory | None = None, **named: Any

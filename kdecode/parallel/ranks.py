@@ -1,0 +1,42 @@
+"""Which of the processes that share a model this one is.
+
+A value that is passed to whoever needs it. Knows no processes and no tensors; anybody may import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One of ``size`` ranks, 0-based. Rank 0 decides and the others follow."""
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank is {self.rank}; with {self.size} ranks it must be below that.")
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def part(self, total: int) -> int:
+        """How much of ``total`` each rank has. Raises ValueError where it does not divide."""
+        if total % self.size:
+            raise ValueError(f"{total} cannot be divided among {self.size} ranks.")
+        return total // self.size
+
+    def span(self, total: int) -> tuple[int, int]:
+        """[begin, end) of this rank's part of ``total``."""
+        each = self.part(total)
+        return self.rank * each, (self.rank + 1) * each
+
+
+ALONE = Ranks(0, 1)
