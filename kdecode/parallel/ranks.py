@@ -1,6 +1,6 @@
 """Which of the processes that share a model this one is.
 
-A value that is passed to whoever needs it. Knows no processes and no tensors; anybody may import it.
+A value that is passed to whoever needs it, and that anybody may import. Knows no processes.
 """
 
 from __future__ import annotations
