@@ -32,6 +32,9 @@ CacheDtype = Literal["bf16", "fp8"]
 # Input columns that share one scale of an MXFP4 weight.
 MXFP4_GROUP = 32
 
+# Ranks that share one model: more than any released model has heads for.
+MAX_RANKS = 128
+
 # A request takes whole pages, so that a larger one would only waste memory.
 MAX_PAGE_TOKENS = 65_536
 
@@ -179,6 +182,12 @@ class EngineConfig:
     state_interval_tokens: where they can end, on its multiples; prompts are cut there with and
     without the cache, None for what a step takes. state_cache_bytes: host memory for the KDA states
     behind prefixes, None for those of four times max_requests.
+
+    tensor_parallel_size: processes (ranks) that share the model; threads and budgets are then those
+    of each. decode_context_parallel_size: ranks that share the positions of the latent cache, 1 or
+    all of them, each context_interleave_tokens positions in turn. rank_timeout_s: how long a rank
+    may give no sign of life. check_ranks: after every step the ranks compare what they have, for
+    debugging.
     """
 
     decode_backend: DecodeBackend = "auto"
@@ -199,6 +208,11 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     state_interval_tokens: int | None = None
     state_cache_bytes: int | None = None
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    context_interleave_tokens: int = 1
+    rank_timeout_s: float = 5.0
+    check_ranks: bool = False
 
     def __post_init__(self) -> None:
         check_choice("decode_backend", self.decode_backend, get_args(DecodeBackend))
@@ -228,6 +242,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
         check_int("seed", self.seed, at_least=0)
+        self._check_ranks()
         if self.cache_scale is not None:
             if self.cache_dtype != "fp8":
                 raise ConfigError(
@@ -245,14 +260,28 @@ class EngineConfig:
                     f"kernels of the CPU read such weights: set {name} to {plain[0]!r}."
                 )
 
+    def _check_ranks(self) -> None:
+        """Raises ConfigError for numbers of ranks that no model could have."""
+        size, parts = self.tensor_parallel_size, self.decode_context_parallel_size
+        check_int("tensor_parallel_size", size, at_least=1, at_most=MAX_RANKS)
+        check_int("decode_context_parallel_size", parts, at_least=1)
+        if parts not in (1, size):
+            raise ConfigError(
+                f"decode_context_parallel_size is {parts} and tensor_parallel_size {size}; either "
+                "every rank has all positions (1), or all ranks share them."
+            )
+        check_int("context_interleave_tokens", self.context_interleave_tokens, at_least=1)
+        check_number("rank_timeout_s", self.rank_timeout_s, above=0)
+
     @property
     def changes_weights(self) -> bool:
         """Whether the engine's weights are others than the checkpoint's."""
         return self.trunk_format != "bf16"
 
     def resolved_threads(self) -> int:
-        """Threads to use: as set, else the cores this process may run on."""
-        return self.num_threads or len(os.sched_getaffinity(0))
+        """Threads of one rank: as set, else its share of the cores this process may run on."""
+        cores = len(os.sched_getaffinity(0))
+        return self.num_threads or max(1, cores // self.tensor_parallel_size)
 
     def layer_cache_scale(self, layer: int, checkpoint_scale: float | None) -> float:
         """The scale of a layer's latent cache; 1 for bf16. The checkpoint's own comes first.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kdecode.cache.budget import item_bytes, pages_for
+from kdecode.cache.mirror import ClearSlot, CommitRows, DropRows, Tell, tell_nobody
 from kdecode.cache.open_rows import OpenRows
 from kdecode.cache.pool import IndexPool
 from kdecode.config import ConfigError, ModelConfig
@@ -37,7 +38,8 @@ class Caches:
     (stored = row / scale). scales is 1.0 for bf16.
     draft: by layer of the draft, its rows [num_pages + spare, page_tokens, width] bf16; a request's
     are on the same pages as its MLA rows, and the spare pages are nobody's.
-    open_rows: of a verify step that is not committed.
+    open_rows: of a verify step that is not committed. tell: hears of everything that is done to
+    slots outside of steps.
     """
 
     page_tokens: int
@@ -50,6 +52,7 @@ class Caches:
     page_pool: IndexPool
     draft: dict[int, Tensor] = field(default_factory=dict)
     open_rows: OpenRows = field(default_factory=OpenRows)
+    tell: Tell = tell_nobody
 
     @staticmethod
     def allocate(
@@ -62,6 +65,7 @@ class Caches:
         cache_dtype: str = "bf16",
         scales: Mapping[int, float] | None = None,
         draft: DraftConfig | None = None,
+        tell: Tell = tell_nobody,
     ) -> Caches:
         """Allocates every layer's tensors.
 
@@ -100,6 +104,7 @@ class Caches:
             slot_pool=IndexPool(num_slots, "KDA slot"),
             page_pool=IndexPool(num_pages, "MLA page"),
             draft=draft_pages,
+            tell=tell,
         )
 
     @property
@@ -127,7 +132,7 @@ class Caches:
     def free_slot(self, slot: int) -> None:
         """Gives a slot back; rows of it that are not committed never happened."""
         self.slot_pool.free((slot,))
-        self.open_rows.drop(slot)
+        self.drop_rows(slot)
 
     def allocate_pages(self, num_tokens: int) -> tuple[int, ...]:
         """Pages for ``num_tokens`` tokens."""
@@ -142,6 +147,13 @@ class Caches:
         self.open_rows.drop(slot)
         for state in (*self.conv.values(), *self.recurrent.values()):
             state[slot].zero_()
+        self.tell(ClearSlot(slot))
+
+    def drop_rows(self, slot: int) -> None:
+        """Rows of a slot that are not committed never happened."""
+        if slot in self.open_rows.slots:
+            self.open_rows.drop(slot)
+            self.tell(DropRows(slot))
 
     def commit(self, kept: Mapping[int, int]) -> dict[int, int]:
         """Moves slots past the first so many rows of the verify step that was run last.
@@ -150,7 +162,10 @@ class Caches:
         tokens the caches of each slot hold now: its MLA rows behind that are nobody's. ValueError,
         with nothing moved, for a slot without open rows and for a number that it does not have.
         """
-        return self.open_rows.commit(kept)
+        lengths = self.open_rows.commit(kept)
+        if kept:
+            self.tell(CommitRows(tuple(kept.items())))
+        return lengths
 
     def truncate(self, slot: int, num_tokens: int) -> None:
         """Always raises: a recurrent state has no token axis, so nothing of it can be cut off."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 
 from kdecode.cache.caches import Caches
+from kdecode.cache.mirror import RestoreState, SaveState
 from kdecode.cache.pool import IndexPool
 
 
-class StateStore:
-    """States of the slots of ``caches``."""
+class StatePlaces:
+    """The memory of the copies. Who has which place is not known here."""
 
     def __init__(self, caches: Caches, num_places: int) -> None:
         self._live = (*caches.conv.values(), *caches.recurrent.values())
@@ -23,6 +24,28 @@ class StateStore:
             torch.empty((num_places, *live.shape[1:]), dtype=live.dtype, device="cpu")
             for live in self._live
         )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(saved.numel() * saved.element_size() for saved in self._saved)
+
+    def save(self, place: int, slot: int) -> None:
+        """Keeps the state that a slot has now."""
+        for live, saved in zip(self._live, self._saved, strict=True):
+            saved[place].copy_(live[slot])
+
+    def restore(self, place: int, slot: int) -> None:
+        """Puts it into a slot."""
+        for live, saved in zip(self._live, self._saved, strict=True):
+            live[slot].copy_(saved[place])
+
+
+class StateStore:
+    """States of the slots of ``caches``."""
+
+    def __init__(self, caches: Caches, num_places: int) -> None:
+        self._places = StatePlaces(caches, num_places)
+        self._tell = caches.tell
         self._pool = IndexPool(num_places, "state checkpoint")
         # Ordered: the first one has not been used for longest.
         self._place_of: dict[bytes, int] = {}
@@ -41,7 +64,7 @@ class StateStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(saved.numel() * saved.element_size() for saved in self._saved)
+        return self._places.num_bytes
 
     def save(self, name: bytes, slot: int) -> None:
         """Keeps the state that a slot has now. One of that name is as good, and stays."""
@@ -52,16 +75,16 @@ class StateStore:
             self.drop(next(iter(self._place_of)))
             self.num_evictions += 1
         (place,) = self._pool.allocate()
-        for live, saved in zip(self._live, self._saved, strict=True):
-            saved[place].copy_(live[slot])
+        self._places.save(place, slot)
+        self._tell(SaveState(place, slot))
         # Last, so that a copy that breaks is never found.
         self._place_of[name] = place
 
     def restore(self, name: bytes, slot: int) -> None:
         """Puts a state into a slot. KeyError for one that is not here."""
         place = self._place_of[name]
-        for live, saved in zip(self._live, self._saved, strict=True):
-            live[slot].copy_(saved[place])
+        self._places.restore(place, slot)
+        self._tell(RestoreState(place, slot))
         self._touch(name)
 
     def drop(self, name: bytes) -> None:

@@ -29,7 +29,7 @@ from kdecode.kernels import table
 from kdecode.kernels.attn_res.op import MixWeights
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.step import RowEffects
-from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.contract import Buffers, Exchange, Problem
 from kdecode.kernels.kda_commit.move import move
 from kdecode.kernels.linear.product import ProductSettings
 from kdecode.kernels.mlp.op import MlpWeights
@@ -37,6 +37,7 @@ from kdecode.kernels.projection.op import ProjectionWeights
 from kdecode.kernels.residual.op import ResidualUse
 from kdecode.kernels.rms_norm.op import NormWeights
 from kdecode.model.layout import PackedKda, PackedMlp, PackedModel, PackedMoe
+from kdecode.parallel.ranks import ALONE, Ranks
 
 # Ops whose kernels take any number of rows, on a device that has them.
 _TRITON_OPS = frozenset(
@@ -52,15 +53,25 @@ _TRITON_OPS = frozenset(
 )
 
 
-def build_auto_plan(packed: PackedModel, caches: Caches, engine: EngineConfig) -> DecodePlan:
-    """The plan of every step that no other backend serves. Run it with `run_standard`."""
+def build_auto_plan(
+    packed: PackedModel,
+    caches: Caches,
+    engine: EngineConfig,
+    ranks: Ranks = ALONE,
+    exchange: Exchange | None = None,
+) -> DecodePlan:
+    """The plan of every step that no other backend serves. Run it with `run_standard`.
+
+    ranks: of several, ``packed`` is one rank's share; exchange: None for a plan that does not run.
+    """
     config = packed.config
-    specs = _buffer_specs(config)
+    specs = _buffer_specs(config, ranks)
     buffers = Buffers()
     buffers.caches = caches
-    buffers.limits = StepLimits.of(config, caches, engine.max_context_tokens)
+    buffers.exchange = exchange
+    buffers.limits = StepLimits.of(config, caches, engine.max_context_tokens, ranks)
     buffers.products = ProductSettings(engine.device, engine.isa)
-    builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs))
+    builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs), ranks)
     steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
     for layer in range(config.num_layers):
         steps += builder.attention(layer)
@@ -124,9 +135,9 @@ def _commit(
                 move(window[slot], state, effects[slot, layer], rows.kept)
 
 
-def _buffer_specs(config: ModelConfig) -> tuple[Buffer, ...]:
+def _buffer_specs(config: ModelConfig, ranks: Ranks) -> tuple[Buffer, ...]:
     shape = (config.num_snapshots + 1, "T", config.hidden_size)
-    return (*value_buffers(config, "T"), Buffer("residual_stack", shape, torch.bfloat16))
+    return (*value_buffers(config, "T", ranks), Buffer("residual_stack", shape, torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,7 @@ class _Builder:
     engine: EngineConfig
     buffers: Buffers
     names: frozenset[str]
+    ranks: Ranks
 
     @property
     def config(self) -> ModelConfig:
@@ -288,4 +300,5 @@ class _Builder:
             max_context_tokens=engine.max_context_tokens,
             isa="",
             arch=device_arch(engine.device),
+            ranks=self.ranks,
         )

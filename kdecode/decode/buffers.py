@@ -9,6 +9,7 @@ from kdecode.decode.plan import Buffer
 from kdecode.kernels.common.mla_splits import max_splits
 from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, PlanMemory
+from kdecode.parallel.ranks import ALONE, Ranks
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
@@ -33,8 +34,11 @@ def rotation_buffers(rows: int, rope_dim: int) -> tuple[Buffer, ...]:
     )
 
 
-def value_buffers(config: ModelConfig, rows: int | str) -> tuple[Buffer, ...]:
-    """Every value that a stage writes. rows: a number, or "T" for a plan of any number of rows."""
+def value_buffers(config: ModelConfig, rows: int | str, ranks: Ranks = ALONE) -> tuple[Buffer, ...]:
+    """Every value that a stage writes. rows: a number, or "T" for a plan of any number of rows.
+
+    config: of one of ``ranks``, each of which gets the logits of the whole vocabulary.
+    """
     width = config.hidden_size
     names: _Names = {
         "prefix": ((rows, width), BF16),
@@ -46,7 +50,7 @@ def value_buffers(config: ModelConfig, rows: int | str) -> tuple[Buffer, ...]:
         "mlp_delta": ((rows, width), BF16),
         "final_mix": ((rows, width), BF16),
         "head_in": ((rows, width), BF16),
-        "logits": ((rows, config.vocab_size), FP32),
+        "logits": ((rows, config.vocab_size * ranks.size), FP32),
         "attn_out": ((rows, config.kda.width), BF16),
     }
     if config.attn_res_block is not None:

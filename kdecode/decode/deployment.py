@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kdecode.config import ModelConfig
 from kdecode.kernels.common.native import Pool
 from kdecode.kernels.contract import Problem
+from kdecode.parallel.ranks import ALONE, Ranks
 
 
 class BackendRefusedError(ValueError):
@@ -40,7 +42,8 @@ class Deployment:
     a deployment that is judged or described, and not run, and on CUDA. rotation_scale: of the stack
     of a draft; see `Problem`. arch: of a CUDA device, "sm_90". tensors: the torch device of a CUDA
     plan's tensors where it is not ``device``: "cpu" for Triton's interpreter, "meta" for a plan
-    whose kernels are compiled and not run.
+    whose kernels are compiled and not run. ranks: of several, ``config`` is one rank's share, and
+    ``shared`` what native steps exchange values through; None for one that does not run.
     """
 
     config: ModelConfig
@@ -53,6 +56,8 @@ class Deployment:
     rotation_scale: float | None = None
     arch: str = ""
     tensors: str | None = None
+    ranks: Ranks = ALONE
+    shared: Any = None
 
     def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
         return Problem(
@@ -67,6 +72,7 @@ class Deployment:
             isa=self.isa,
             rotation_scale=self.rotation_scale,
             arch=self.arch,
+            ranks=self.ranks,
         )
 
     @property

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kdecode.cache.caches import Caches
+from kdecode.cache.mirror import tell_nobody
 from kdecode.cache.open_rows import OpenRows
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import latency_specialized
@@ -38,6 +39,7 @@ from kdecode.model.draft_tiles import (
     refuse_layout,
 )
 from kdecode.model.layout import PackedMla, PackedModel
+from kdecode.parallel.ranks import ALONE
 
 # Rows of one pass over committed tokens: those of a round, and many for prompts.
 CONTEXT_ROWS = (MAX_ROWS, 32, 16, *range(9, 0, -1))
@@ -66,6 +68,9 @@ def draft_deployment(config: DraftConfig, target: Deployment, num_drafts: int) -
         cache_dtype="bf16",
         max_context_tokens=target.max_context_tokens + num_drafts,
         rotation_scale=config.rope.score_scale,
+        # Rank 0 has all of it.
+        ranks=ALONE,
+        shared=None,
     )
 
 
@@ -113,6 +118,7 @@ class SpecializedDraft:
             scales=dict.fromkeys(caches.draft, 1.0),
             draft={},
             open_rows=OpenRows(),
+            tell=tell_nobody,
         )
         self._frequencies = frequencies(config.rope).numpy()
         self.plan = latency_specialized.build(

@@ -54,7 +54,8 @@ def describe(
 ) -> DecodePlan:
     """The plan of a deployment that is not refused, without what it runs on."""
     config = deployment.config
-    specs = (*input_buffers(rows, deployment.max_pages), *value_buffers(config, rows))
+    values = value_buffers(config, rows, deployment.ranks)
+    specs = (*input_buffers(rows, deployment.max_pages), *values)
     if deployment.rotation_scale is not None:
         specs += rotation_buffers(rows, config.mla.rope_dim)
     ops: list[tuple[str, int | None]] = [("embed", None)]
@@ -88,8 +89,11 @@ def build(
     assert rows is not None
     buffers = allocate(described.buffer_specs, memory)
     buffers.caches = caches
-    buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)
+    buffers.limits = StepLimits.of(
+        deployment.config, caches, deployment.max_context_tokens, deployment.ranks
+    )
     buffers.pool = deployment.pool
+    buffers.shared = deployment.shared
     if rows_per_request > 1:
         buffers.effects = row_effects(deployment.config, rows, buffers.memory)
     program = Program(deployment.pool, deployment.isa)

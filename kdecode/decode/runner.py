@@ -27,6 +27,7 @@ from kdecode.decode.device import device_arch, has_triton, on_device
 from kdecode.decode.graph import GraphPool, capture
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
+from kdecode.decode.rank_link import RankLink
 from kdecode.decode.standard_graph import can_record, record, takes
 from kdecode.decode.step_check import StepError, check_step
 from kdecode.decode.taps import Taps
@@ -34,6 +35,7 @@ from kdecode.kernels.common import native
 from kdecode.kernels.common.native import MAX_ROWS
 from kdecode.kernels.contract import PlanMemory
 from kdecode.model.layout import PackedModel
+from kdecode.parallel.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ class StepRunner:
     latency_specialized is asked for by name on a deployment that cannot run it. draft: whose taps
     are taken in every step that is counted.
     verify_rows: rows of one request (its anchor and drafts) of the verify steps that get plans.
+    link: to the other ranks, of which ``packed`` is one's share; None for a rank that is alone.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class StepRunner:
         engine: EngineConfig,
         draft: DraftConfig | None = None,
         verify_rows: tuple[int, ...] = (),
+        link: RankLink | None = None,
     ) -> None:
         self.config = packed.config
         self._packed, self._caches = packed, caches
@@ -133,7 +137,9 @@ class StepRunner:
         self.stats = StepStats()
         self.last_path: tuple[str, str] = (STANDARD, "")
         self._num_threads = engine.resolved_threads()
-        self._standard = auto.build_auto_plan(packed, caches, engine)
+        self._link = link
+        ranks, exchange = (ALONE, None) if link is None else (link.ranks, link.exchange)
+        self._standard = auto.build_auto_plan(packed, caches, engine, ranks, exchange)
         # By rows and rows of one request.
         self._plans: dict[tuple[int, int], DecodePlan] = {}
         self._buckets = row_buckets(engine)
@@ -141,10 +147,13 @@ class StepRunner:
         self._logged: set[str] = set()
         # Of the specialised plans; None where there are none.
         self.deployment: Deployment | None = None
+        self._last_plan = self._standard
         # Of the last step: what the draft reads of each of its rows, [R, taps, M].
         self.last_taps: torch.Tensor | None = None
         if engine.decode_backend == "latency_specialized":
             self.deployment = deployment_of(packed.config, engine)
+            if link is not None:
+                self.deployment = replace(self.deployment, ranks=ranks, shared=link.shared)
             with on_device(engine.device):
                 self._plans = self._build_plans(self.deployment, draft)
         # The standard plan's graphs, by rows.
@@ -188,8 +197,19 @@ class StepRunner:
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits [requests that need them, vocab] fp32, in request order."""
+        if self._link is not None:
+            return self._run_linked(self._link, batch)
         with on_device(self.engine.device):
             return self._run(batch)
+
+    def _run_linked(self, link: RankLink, batch: StepBatch) -> torch.Tensor:
+        # What is wrong with a step has to be found before another rank begins it.
+        check_step(batch, self._standard.buffers.limits)
+        self._caches.open_rows.require_none()
+        with link.around_step(batch) as compare, on_device(self.engine.device):
+            logits = self._run(batch)
+            compare(self._last_plan.buffers["prefix"])
+        return logits
 
     def _run(self, batch: StepBatch) -> torch.Tensor:
         reason: str | None = "decode_backend is auto"
@@ -237,6 +257,7 @@ class StepRunner:
         return plan.buffers["logits"].clone()
 
     def _launch(self, plan: DecodePlan) -> None:
+        self._last_plan = plan
         if self._taps:
             self.last_taps = self._taps[id(plan)].run(plan)
         else:
@@ -312,8 +333,13 @@ def check_processor(engine: EngineConfig) -> None:
         )
 
 
-def deployment_of(config: ModelConfig, engine: EngineConfig, *, runs: bool = True) -> Deployment:
-    """The deployment that a resolved configuration asks for; native threads where it runs."""
+def deployment_of(
+    config: ModelConfig, engine: EngineConfig, ranks: Ranks = ALONE, *, runs: bool = True
+) -> Deployment:
+    """The deployment that a resolved configuration asks for; native threads where it runs.
+
+    config: of several ranks, the share of one.
+    """
     if engine.isa is None:
         raise ValueError("The configuration has no instruction set yet; `resolve` decides it.")
     has_threads = runs and engine.device == "cpu"
@@ -326,6 +352,7 @@ def deployment_of(config: ModelConfig, engine: EngineConfig, *, runs: bool = Tru
         page_tokens=engine.page_tokens,
         max_context_tokens=engine.max_context_tokens,
         arch=device_arch(engine.device),
+        ranks=ranks,
     )
 
 

@@ -13,6 +13,7 @@ from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.budget import pages_for
 from kdecode.cache.caches import Caches
 from kdecode.config import ModelConfig
+from kdecode.parallel.ranks import ALONE, Ranks
 
 
 class StepError(ValueError):
@@ -30,9 +31,12 @@ class StepLimits:
     max_context_tokens: int
 
     @staticmethod
-    def of(config: ModelConfig, caches: Caches, max_context_tokens: int) -> StepLimits:
+    def of(
+        config: ModelConfig, caches: Caches, max_context_tokens: int, ranks: Ranks = ALONE
+    ) -> StepLimits:
+        """config: of one of ``ranks``, each of which has a part of the vocabulary."""
         return StepLimits(
-            vocab_size=config.vocab_size,
+            vocab_size=config.vocab_size * ranks.size,
             num_slots=caches.num_slots if caches.conv else None,
             num_pages=caches.num_pages if caches.pages else None,
             page_tokens=caches.page_tokens,

@@ -61,7 +61,7 @@ def _run(runner: StepRunner, caches: Caches, step: StepBatch) -> None:
     """One step, of which nothing stays."""
     runner.run(step)
     for request in step.requests:
-        caches.open_rows.drop(request.slot)
+        caches.drop_rows(request.slot)
 
 
 def _block(
