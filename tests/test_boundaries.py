@@ -30,6 +30,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "model.stages": ("config",),
     "model.tokenizer": ("config_json",),
     "parallel.ranks": (),
+    "parallel.context": ("parallel.ranks",),
     "cache": ("config", "cache"),
     "prefill": ("config", "model", "kernels.table", "kernels.contract", "cache", "prefill"),
     "speculative": ("config", "speculative", "decode", "prefill", "cache", "model"),
@@ -47,8 +48,8 @@ RULES: dict[str, tuple[str, ...]] = {
         "testing",
     ),
 }
-# A value that anybody may hold.
-ANYWHERE = ("parallel.ranks",)
+# Values that anybody may hold.
+ANYWHERE = ("parallel.ranks", "parallel.context")
 # Modules that may import more than their package.
 EXCEPTIONS: dict[str, tuple[str, ...]] = {
     "bench.kernel": ("kernels.common",),
