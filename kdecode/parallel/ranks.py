@@ -1,6 +1,6 @@
-"""Which of the processes that share a model this one is.
+"""Which of the processes that share a model this one is, and the error that names one of them.
 
-A value that is passed to whoever needs it, and that anybody may import. Knows no processes.
+Values that are passed to whoever needs them, and that anybody may import. Knows no processes.
 """
 
 from __future__ import annotations
@@ -40,3 +40,18 @@ class Ranks:
 
 
 ALONE = Ranks(0, 1)
+
+
+class RankError(RuntimeError):
+    """The ranks of a model are at their end because of this one; another of them is no use.
+
+    what: what it did, in words that follow its name: "of 4 (process 17) died with signal 9".
+    """
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(rank, what)
+        self.rank = rank
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"Rank {self.rank} {self.what}"
