@@ -86,3 +86,19 @@ def mini_linear_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints") / "kimi-linear-mini"
     make_checkpoint(directory, "kimi-linear-mini", seed=0)
     return directory
+
+
+@pytest.fixture(scope="session")
+def mini_16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A K3 checkpoint that up to 16 ranks can share. Read only."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "mini-16"
+    make_checkpoint(directory, "mini-16", seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def mini_linear_16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Kimi-Linear checkpoint that up to 16 ranks can share. Read only."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "kimi-linear-mini-16"
+    make_checkpoint(directory, "kimi-linear-mini-16", seed=0)
+    return directory

@@ -164,7 +164,7 @@ def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, Prob
 
 def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.engine.shape_probe import inspect_shape
-    from kdecode.model.rank_share import share_of_release
+    from kdecode.model.rank_share import release_config, share_of
 
     if args.drafts is not None:
         raise InputError("--drafts needs a MODEL; a --shape has no step that verifies them.")
@@ -172,7 +172,9 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         raise InputError(f"A model, {args.model}, and a --shape were given; one of them is timed.")
     layers = args.layers or DEFAULT_LAYERS
     size, rank = args.tensor_parallel_size or 1, args.rank or 0
-    share = share_of_release(args.shape, layers, size, rank)
+    if not 0 <= rank < size:
+        raise InputError(f"--rank is {rank}; with {size} ranks it must be from 0 to {size - 1}.")
+    share = share_of(release_config(args.shape, layers), size)
     backends = (args.decode_backend,) if args.decode_backend else get_args(DecodeBackend)
     head = f"{args.shape}, layers 0 to {layers - 1}, rank {rank} of {size}: {SHAPE_NOTE}."
     documents, texts = [], [head]

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The document and the text. The table is written where any tile is better than before."""
     from kdecode.engine.shape_probe import tune_shape
     from kdecode.kernels.common import tile_table
-    from kdecode.model.rank_share import share_of_release
+    from kdecode.model.rank_share import release_config, share_of
 
     if args.device == "cpu":
         raise InputError("Tiles are of kernels for a GPU; --device is cpu.")
@@ -68,9 +68,8 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         max_context_tokens=args.context_tokens,
         max_requests=max(args.rows),
     )
-    share = share_of_release(
-        args.shape, bench_layer.DEFAULT_LAYERS, args.tensor_parallel_size, rank=0
-    )
+    whole = release_config(args.shape, bench_layer.DEFAULT_LAYERS)
+    share = share_of(whole, args.tensor_parallel_size)
     bar = ProgressBar()
     found = list(
         tune_shape(share, config, args.rows, args.kernel, lambda d, n: bar("packing", d, n))

@@ -102,7 +102,7 @@ def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> 
 
 def _count_rows(config: ModelConfig, groups: list[LaunchGroup], size: int) -> list[tuple[str, ...]]:
     """Launches a layer; of several ranks also how often these would exchange a sum."""
-    from kdecode.model.rank_share import exchanged_buffers
+    from kdecode.model.rank_share import reduced_buffers
 
     head = ("kind of layer", "layers", "first", "launches")
     rows = [(*head, "exchanges between ranks, not in this plan") if size > 1 else head]
@@ -111,6 +111,6 @@ def _count_rows(config: ModelConfig, groups: list[LaunchGroup], size: int) -> li
             continue
         first = group.layers[0]
         cells = (group.name, str(len(group.layers)), str(first), str(len(group.columns)))
-        exchanged = exchanged_buffers(config, first)
+        exchanged = reduced_buffers(config, first)
         rows.append((*cells, f"{len(exchanged)}: {' '.join(exchanged)}") if size > 1 else cells)
     return rows

@@ -19,7 +19,7 @@ from kdecode.decode.tune import Tuned
 from kdecode.engine.preflight import check_description, check_device
 from kdecode.engine.worker import allocate_caches, trunk_format
 from kdecode.model.layout import PackedModel, pack_model
-from kdecode.model.rank_share import RandomReader
+from kdecode.model.random_reader import RandomReader
 
 
 def inspect_shape(

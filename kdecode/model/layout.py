@@ -36,6 +36,7 @@ from kdecode.model.parameters import (
     MoeParameters,
 )
 from kdecode.model.weights import CheckpointReader
+from kdecode.parallel.ranks import Ranks
 
 TrunkFormat = Literal["rows", "tiles", "tiles12", "int8_tiles", "int4_tiles"]
 _Packed = TypeVar("_Packed")
@@ -73,7 +74,7 @@ class PackedMlp:
     # rows, alternating, so that one thread has both halves of a product; width is a multiple of 16
     # there.
     gate_up: Matrix
-    down: Matrix  # [M, width]
+    down: Matrix  # [M, width]; of several ranks see `partial_format`
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def pack_model(
     never holds a second model. isa: of the kernels that prove "tiles12" exact, None for the best; a
     matrix that does not pack well is in "tiles" there. Integers are rounded: every matrix but the
     router and MXFP4 experts, if its columns are a multiple of 32. progress(layers done, layers).
-    mxfp4: of MXFP4 experts; None for what the device's kernels read.
+    mxfp4: of MXFP4 experts; None for what the device's kernels read. A rank's reader gives its
+    share of the model, with the configuration of it.
 
     Raises CheckpointError for a bad or incomplete checkpoint and ValueError for a size that the
     format cannot hold.
@@ -133,7 +135,8 @@ def pack_model(
             f"{', '.join(get_args(TrunkFormat))}."
         )
     config = reader.config
-    pack = _Packer(config, trunk_format, isa, mxfp4 or mxfp4_format(device))
+    partial = partial_format(trunk_format, device, reader.ranks)
+    pack = _Packer(config, trunk_format, isa, mxfp4 or mxfp4_format(device), partial)
     embed = pack_rows([reader.load_embed()]).data
     reader.drop_outside()
     layers = []
@@ -199,6 +202,15 @@ def mxfp4_format(device: str) -> Mxfp4Format:
     return "mxfp4_rows" if torch.device(device).type == "cuda" else "mxfp4_tiles"
 
 
+def partial_format(trunk_format: TrunkFormat, device: str, ranks: Ranks) -> TrunkFormat:
+    """How a rank has the matrices outside the experts whose products are parts of a sum.
+
+    Those are wanted in fp32, and of "rows" a CPU has no such product in torch; tiles have one.
+    """
+    is_host = torch.device(device).type == "cpu"
+    return "tiles" if is_host and trunk_format == "rows" and not ranks.is_alone else trunk_format
+
+
 def tile_format(isa: str, packing: LosslessPacking) -> TrunkFormat:
     """How the native kernels' bf16 matrices are stored."""
     from kdecode.kernels.common.packed12 import FAST_ISAS
@@ -242,6 +254,8 @@ class _Packer:
     trunk_format: TrunkFormat
     isa: str | None
     mxfp4: Mxfp4Format = "mxfp4_tiles"
+    # Of matrices whose products are parts of a sum; None as the others.
+    partial: TrunkFormat | None = None
 
     def layer(self, p: LayerParameters) -> PackedLayer:
         attention, mlp = p.attention, p.mlp
@@ -266,6 +280,10 @@ class _Packer:
         present = [weight for weight in weights if weight is not None]
         return _packed_matrix(present, self.trunk_format, self.isa)
 
+    def _partial(self, weight: Tensor) -> Matrix:
+        """A matrix of which a rank may have some columns."""
+        return _packed_matrix([weight], self.partial or self.trunk_format, self.isa)
+
     def _packed(self, matrix: Matrix, out: Tensor | None = None) -> Matrix:
         return _packed_tiles(matrix, self.trunk_format, self.isa, out)
 
@@ -282,7 +300,7 @@ class _Packer:
             decay_scale=p.a_log.exp(),
             dt_bias=p.dt_bias,
             o_norm=p.o_norm,
-            o_proj=self.matrix(p.o_proj),
+            o_proj=self._partial(p.o_proj),
         )
 
     def _mla(self, p: MlaParameters) -> PackedMla:
@@ -297,17 +315,17 @@ class _Packer:
             kv_norm=p.kv_a_norm.float(),
             w_uk=self.matrix(w_uk),
             w_uv=self.matrix(heads[:, mla.nope_dim :].reshape(-1, mla.kv_rank)),
-            o_proj=self.matrix(p.o_proj),
+            o_proj=self._partial(p.o_proj),
             cache_scale=p.k_scale,
         )
 
     def _gated(self, p: MlpParameters) -> PackedMlp:
         if self.trunk_format == "rows":
-            return PackedMlp(self._joined([p.gate_proj, p.up_proj]), self.matrix(p.down_proj))
+            return PackedMlp(self._joined([p.gate_proj, p.up_proj]), self._partial(p.down_proj))
         rows, cols = p.gate_proj.shape
         data = empty_huge((pair_tiles(rows), cols // 2, TILE_ROWS, 2), torch.bfloat16)
         gate_up = interleaved(p.gate_proj, p.up_proj, data, None)
-        return PackedMlp(self._packed(gate_up), self.matrix(p.down_proj))
+        return PackedMlp(self._packed(gate_up), self._partial(p.down_proj))
 
     def _moe(self, p: MoeParameters) -> PackedMoe:
         return PackedMoe(

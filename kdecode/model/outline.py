@@ -6,7 +6,7 @@ sizes of models whose weights are not at hand: nothing is allocated, whatever th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -30,17 +30,25 @@ from kdecode.model.layout import (
     PackedModel,
     PackedMoe,
     TrunkFormat,
+    partial_format,
 )
+from kdecode.parallel.ranks import ALONE, Ranks
 
 
 def outline_model(
-    config: ModelConfig, trunk_format: TrunkFormat, mxfp4: Mxfp4Format = "mxfp4_tiles"
+    config: ModelConfig,
+    trunk_format: TrunkFormat,
+    mxfp4: Mxfp4Format = "mxfp4_tiles",
+    ranks: Ranks = ALONE,
 ) -> PackedModel:
     """`layout.pack_model` of any checkpoint of this configuration, but for the data.
 
     The experts of a layer are one object, repeated. A checkpoint's own cache scales are not known.
+    ranks: of several, ``config`` is a rank's share.
     """
-    outline = _Outline(config, trunk_format, mxfp4)
+    device = "cpu" if mxfp4 == "mxfp4_tiles" else "cuda"
+    partial = partial_format(trunk_format, device, ranks)
+    outline = _Outline(config, trunk_format, mxfp4, ranks, partial)
     width = config.hidden_size
     return PackedModel(
         config=config,
@@ -68,6 +76,8 @@ class _Outline:
     config: ModelConfig
     trunk_format: TrunkFormat
     mxfp4: Mxfp4Format
+    ranks: Ranks
+    partial: TrunkFormat
 
     def layer(self, number: int) -> PackedLayer:
         config, width = self.config, self.config.hidden_size
@@ -96,7 +106,16 @@ class _Outline:
         shape = (num_tiles(rows), cols // 2, TILE_ROWS, 2)
         return Matrix("tiles", rows, cols, _empty(shape, torch.bfloat16))
 
+    def summed(self, rows: int, cols: int) -> Matrix:
+        """A matrix whose products are parts of a sum."""
+        return replace(self, trunk_format=self.partial).matrix(rows, cols)
+
+    def gathered(self, rows: int, cols: int) -> Matrix:
+        """A matrix of which a rank has some rows, where the configuration has all of them."""
+        return self.matrix(self.ranks.part(rows), cols)
+
     def router(self, rows: int, cols: int) -> Matrix:
+        rows = self.ranks.part(rows)
         return self.matrix(rows, cols) if self.trunk_format == "rows" else self.tiles(rows, cols)
 
     def _kda(self) -> PackedKda:
@@ -112,7 +131,7 @@ class _Outline:
             decay_scale=_vector(kda.num_heads),
             dt_bias=_vector(inner),
             o_norm=_vector(kda.head_dim),
-            o_proj=self.matrix(width, inner),
+            o_proj=self.summed(width, inner),
         )
 
     def _mla(self) -> PackedMla:
@@ -126,12 +145,12 @@ class _Outline:
             kv_norm=_vector(mla.kv_rank),
             w_uk=self.matrix(mla.num_heads * mla.kv_rank, mla.nope_dim),
             w_uv=self.matrix(values, mla.kv_rank),
-            o_proj=self.matrix(width, values),
+            o_proj=self.summed(width, values),
             cache_scale=None,
         )
 
     def _gated(self, inner: int, side: int) -> PackedMlp:
-        return PackedMlp(self.matrix(2 * inner, side), self.matrix(side, inner))
+        return PackedMlp(self.matrix(2 * inner, side), self.summed(side, inner))
 
     def _moe(self) -> PackedMoe:
         moe, width = self.config.moe, self.config.hidden_size
@@ -139,9 +158,9 @@ class _Outline:
         return PackedMoe(
             router=self.router(moe.num_experts, width),
             router_bias=_vector(moe.num_experts),
-            latent_down=None if latent is None else self.matrix(latent, width),
+            latent_down=None if latent is None else self.gathered(latent, width),
             latent_norm=None if latent is None or not moe.has_latent_norm else _vector(latent),
-            latent_up=None if latent is None else self.matrix(width, latent),
+            latent_up=None if latent is None else self.gathered(width, latent),
             shared=self._gated(moe.shared_width, width) if moe.num_shared else None,
             experts=(self._expert(latent or width),) * moe.num_experts,
         )
@@ -149,7 +168,8 @@ class _Outline:
     def _expert(self, side: int) -> PackedMlp:
         moe = self.config.moe
         if moe.expert_format == "bf16":
-            return self._gated(moe.expert_width, side)
+            width = moe.expert_width
+            return PackedMlp(self.matrix(2 * width, side), self.matrix(side, width))
         coded = _mxfp4_rows if self.mxfp4 == "mxfp4_rows" else _mxfp4_tiles
         return PackedMlp(coded(2 * moe.expert_width, side), coded(side, moe.expert_width))
 

@@ -96,6 +96,18 @@ _MEDIUM = {
 }
 
 
+# For any number of ranks up to 16: everything that they divide is a multiple of it.
+_MINI_16 = {
+    **_MINI,
+    "hidden": 256,
+    "num_layers": 5,
+    "mla_layers": (3, 4),
+    "kda_heads": 16,
+    "mla_heads": 16,
+    "dense_width": 512,
+}
+
+
 def _k3(sizes: dict[str, Any], **more: Any) -> Preset:
     return Preset(family="kimi_k3", num_shared=2, attn_res_block=4, **sizes, **more)
 
@@ -108,7 +120,10 @@ PRESETS: dict[str, Preset] = {
     "mini": _k3(_MINI, q_rank=64, latent=96),
     "small": _k3(_SMALL, q_rank=256, latent=384),
     "medium": _k3(_MEDIUM, q_rank=768, latent=1024),
+    # Each rank has a group of 32 columns of an MXFP4 expert.
+    "mini-16": _k3({**_MINI_16, "num_experts": 32, "expert_width": 512}, q_rank=64, latent=128),
     "kimi-linear-mini": _linear(_MINI),
+    "kimi-linear-mini-16": _linear(_MINI_16, num_experts=16, expert_width=256),
     "kimi-linear-small": _linear(_SMALL, expert_width=192),
     # bf16 experts: fewer and narrower ones keep the file near the size of K3's medium.
     "kimi-linear-medium": _linear(_MEDIUM, num_experts=32, expert_width=512),

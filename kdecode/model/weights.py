@@ -36,6 +36,7 @@ from kdecode.model.parameters import (
     MoeParameters,
     Mxfp4,
 )
+from kdecode.model.rank_share import share_of, take
 from kdecode.model.roster import (
     LANGUAGE_PREFIX,
     VISION_PREFIXES,
@@ -45,6 +46,7 @@ from kdecode.model.roster import (
     model_slots,
 )
 from kdecode.model.shards import MAX_HEADER_BYTES, CheckpointError, Shard
+from kdecode.parallel.ranks import ALONE, Ranks
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -60,34 +62,44 @@ __all__ = [
 
 
 class CheckpointReader:
-    """A checkpoint directory: ``config``, and loaders that each serve a tensor once."""
+    """A checkpoint directory: ``config``, and loaders that each serve a tensor once.
 
-    def __init__(self, directory: str | Path, config: ModelConfig | None = None) -> None:
+    ranks: of several, every tensor is this rank's part of it (`rank_share.py`), a view of the file
+    where the whole one would be; ``config`` is what one rank has, ``whole`` the checkpoint's own.
+    Nothing outside of the parts is read. bytes_taken: of all parts so far.
+    """
+
+    def __init__(
+        self, directory: str | Path, config: ModelConfig | None = None, ranks: Ranks = ALONE
+    ) -> None:
         self.directory = Path(directory)
-        self.config = ModelConfig.from_checkpoint(self.directory) if config is None else config
+        self.whole = ModelConfig.from_checkpoint(self.directory) if config is None else config
+        self.ranks = ranks
+        self.config = share_of(self.whole, ranks.size)
         self._shards, self._shard_of = open_shards(self.directory)
-        self._prefix = _name_prefix(self.config, self._shard_of)
-        self._model = model_slots(self.config, self._prefix)
+        self._prefix = _name_prefix(self.whole, self._shard_of)
+        self._model = model_slots(self.whole, self._prefix)
         self._taken: set[str] = set()
+        self.bytes_taken = 0
         self._check_roster()
 
     def load_embed(self) -> Tensor:
         """[vocab, M]."""
-        return self._take(self._model["embed"])
+        return self._take(self._model, "embed")
 
     def load_head(self) -> tuple[MixParameters | None, Tensor, Tensor]:
         """The final mix, the final norm [M] and the output matrix [vocab, M]."""
         mix = self._mix(self._model, "final_mix")
-        return mix, self._copy(self._model["norm"]), self._take(self._model["lm_head"])
+        return mix, self._copy(self._model, "norm"), self._take(self._model, "lm_head")
 
     def load_layer(self, layer: int) -> LayerParameters:
         """One layer's parameters. Its pages stay resident until `drop`."""
-        slots = layer_slots(self.config, layer, self._prefix)
-        is_kda = self.config.layer_kinds[layer] == "kda"
-        is_dense = self.config.mlp_kinds[layer] == "dense"
+        slots = layer_slots(self.whole, layer, self._prefix)
+        is_kda = self.whole.layer_kinds[layer] == "kda"
+        is_dense = self.whole.mlp_kinds[layer] == "dense"
         return LayerParameters(
-            input_norm=self._copy(slots["input_norm"]),
-            post_norm=self._copy(slots["post_norm"]),
+            input_norm=self._copy(slots, "input_norm"),
+            post_norm=self._copy(slots, "post_norm"),
             attn_mix=self._mix(slots, "attn_mix"),
             mlp_mix=self._mix(slots, "mlp_mix"),
             attention=self._kda(slots) if is_kda else self._mla(slots),
@@ -96,7 +108,7 @@ class CheckpointReader:
 
     def drop(self, layer: int) -> None:
         """Gives the memory of a layer's tensors back; views of them stay valid."""
-        slots = layer_slots(self.config, layer, self._prefix)
+        slots = layer_slots(self.whole, layer, self._prefix)
         self._drop(spec for spec in slots.values() if spec.name in self._shard_of)
 
     def drop_outside(self) -> None:
@@ -113,14 +125,14 @@ class CheckpointReader:
 
     def iter_layers(self) -> Iterator[LayerParameters]:
         """Every layer in order, each dropped before the next one is loaded."""
-        for number in range(self.config.num_layers):
+        for number in range(self.whole.num_layers):
             with self.layer(number) as parameters:
                 yield parameters
 
     def load_model(self) -> ModelParameters:
         """The whole model as views of the mapped files; `finish` is included."""
         embed = self.load_embed()
-        layers = tuple(self.load_layer(layer) for layer in range(self.config.num_layers))
+        layers = tuple(self.load_layer(layer) for layer in range(self.whole.num_layers))
         final_mix, norm, lm_head = self.load_head()
         self.finish()
         return ModelParameters(embed, layers, final_mix, norm, lm_head)
@@ -139,8 +151,8 @@ class CheckpointReader:
         known: set[str] = set()
         # A layer at a time, so that a configuration of more layers than the files have ends here
         # and not in memory for all of its tensors.
-        layers = range(self.config.num_layers)
-        parts = (layer_slots(self.config, layer, self._prefix) for layer in layers)
+        layers = range(self.whole.num_layers)
+        parts = (layer_slots(self.whole, layer, self._prefix) for layer in layers)
         for slots in itertools.chain((self._model,), parts):
             for spec in slots.values():
                 if spec.name in self._shard_of:
@@ -157,17 +169,25 @@ class CheckpointReader:
                     f"{shard.path}, tensor {named(name)}: the configuration has no such tensor."
                 )
 
-    def _take(self, spec: TensorSpec) -> Tensor:
+    def _take(self, slots: Slots, slot: str) -> Tensor:
+        """This rank's part of a tensor."""
+        spec = slots[slot]
         if spec.name in self._taken:
             raise CheckpointError(f"Tensor {spec.name} was asked for a second time.")
         self._taken.add(spec.name)
-        return self._shard_of[spec.name].tensor(spec.name)
+        whole = self._shard_of[spec.name].tensor(spec.name)
+        if slot == "attention.a_log":
+            # Without its padding.
+            whole = whole.view(-1)[: self.whole.kda.num_heads]
+        part = take(whole, slot, self.ranks)
+        self.bytes_taken += part.numel() * part.element_size()
+        return part
 
-    def _copy(self, spec: TensorSpec) -> Tensor:
-        return self._take(spec).clone()
+    def _copy(self, slots: Slots, slot: str) -> Tensor:
+        return self._take(slots, slot).clone()
 
-    def _float(self, spec: TensorSpec) -> Tensor:
-        return self._take(spec).to(torch.float32, copy=True)
+    def _float(self, slots: Slots, slot: str) -> Tensor:
+        return self._take(slots, slot).to(torch.float32, copy=True)
 
     def _drop(self, specs: Any) -> None:
         names: dict[Shard, list[str]] = defaultdict(list)
@@ -177,45 +197,44 @@ class CheckpointReader:
             shard.drop(group)
 
     def _optional(self, slots: Slots, slot: str) -> Tensor | None:
-        return self._take(slots[slot]) if slot in slots else None
+        return self._take(slots, slot) if slot in slots else None
 
     def _optional_copy(self, slots: Slots, slot: str) -> Tensor | None:
-        return self._copy(slots[slot]) if slot in slots else None
+        return self._copy(slots, slot) if slot in slots else None
 
     def _mix(self, slots: Slots, slot: str) -> MixParameters | None:
         if f"{slot}.norm" not in slots:
             return None
-        proj = self._copy(slots[f"{slot}.proj"])
-        return MixParameters(self._copy(slots[f"{slot}.norm"]), proj.view(-1))
+        proj = self._copy(slots, f"{slot}.proj")
+        return MixParameters(self._copy(slots, f"{slot}.norm"), proj.view(-1))
 
     def _gated(self, slots: Slots, slot: str) -> MlpParameters:
         return MlpParameters(
-            *(self._take(slots[f"{slot}.{part}"]) for part in ("gate_proj", "up_proj", "down_proj"))
+            *(self._take(slots, f"{slot}.{part}") for part in ("gate_proj", "up_proj", "down_proj"))
         )
 
     def _kda(self, slots: Slots) -> KdaParameters:
-        heads = self.config.kda.num_heads
         conv = {
-            part: self._float(slots[f"attention.{part}_conv"]).squeeze(1)
+            part: self._float(slots, f"attention.{part}_conv").squeeze(1)
             for part in ("q", "k", "v")
         }
         return KdaParameters(
-            q_proj=self._take(slots["attention.q_proj"]),
-            k_proj=self._take(slots["attention.k_proj"]),
-            v_proj=self._take(slots["attention.v_proj"]),
+            q_proj=self._take(slots, "attention.q_proj"),
+            k_proj=self._take(slots, "attention.k_proj"),
+            v_proj=self._take(slots, "attention.v_proj"),
             g_proj=self._optional(slots, "attention.g_proj"),
             g_a_proj=self._optional(slots, "attention.g_a_proj"),
             g_b_proj=self._optional(slots, "attention.g_b_proj"),
-            f_a_proj=self._take(slots["attention.f_a_proj"]),
-            f_b_proj=self._take(slots["attention.f_b_proj"]),
-            b_proj=self._take(slots["attention.b_proj"]),
+            f_a_proj=self._take(slots, "attention.f_a_proj"),
+            f_b_proj=self._take(slots, "attention.f_b_proj"),
+            b_proj=self._take(slots, "attention.b_proj"),
             q_conv=conv["q"],
             k_conv=conv["k"],
             v_conv=conv["v"],
-            a_log=self._float(slots["attention.a_log"]).view(-1)[:heads].clone(),
-            dt_bias=self._float(slots["attention.dt_bias"]),
-            o_norm=self._float(slots["attention.o_norm"]),
-            o_proj=self._take(slots["attention.o_proj"]),
+            a_log=self._float(slots, "attention.a_log"),
+            dt_bias=self._float(slots, "attention.dt_bias"),
+            o_norm=self._float(slots, "attention.o_norm"),
+            o_proj=self._take(slots, "attention.o_proj"),
         )
 
     def _mla(self, slots: Slots) -> MlaParameters:
@@ -224,23 +243,24 @@ class CheckpointReader:
             q_a_proj=self._optional(slots, "attention.q_a_proj"),
             q_a_norm=self._optional_copy(slots, "attention.q_a_norm"),
             q_b_proj=self._optional(slots, "attention.q_b_proj"),
-            kv_a_proj=self._take(slots["attention.kv_a_proj"]),
-            kv_a_norm=self._copy(slots["attention.kv_a_norm"]),
-            kv_b_proj=self._take(slots["attention.kv_b_proj"]),
+            kv_a_proj=self._take(slots, "attention.kv_a_proj"),
+            kv_a_norm=self._copy(slots, "attention.kv_a_norm"),
+            kv_b_proj=self._take(slots, "attention.kv_b_proj"),
             g_proj=self._optional(slots, "attention.g_proj"),
-            o_proj=self._take(slots["attention.o_proj"]),
-            k_scale=self._cache_scale(slots["attention.k_scale"]),
+            o_proj=self._take(slots, "attention.o_proj"),
+            k_scale=self._cache_scale(slots),
         )
 
     def has_cache_scale(self, layer: int) -> bool:
         """Whether the checkpoint gives an MLA layer's fp8 cache its scale."""
-        slots = layer_slots(self.config, layer, self._prefix)
+        slots = layer_slots(self.whole, layer, self._prefix)
         return slots["attention.k_scale"].name in self._shard_of
 
-    def _cache_scale(self, spec: TensorSpec) -> Tensor | None:
+    def _cache_scale(self, slots: Slots) -> Tensor | None:
+        spec = slots["attention.k_scale"]
         if spec.name not in self._shard_of:
             return None
-        scale = self._float(spec).view(())
+        scale = self._float(slots, "attention.k_scale").view(())
         if not torch.isfinite(scale) or scale <= 0:
             raise CheckpointError(
                 f"{self._shard_of[spec.name].path}, tensor {spec.name}: expected a positive scale, "
@@ -252,17 +272,17 @@ class CheckpointReader:
         experts = {
             part: tuple(
                 self._expert(slots, f"mlp.{part}.{expert}")
-                for expert in range(self.config.moe.num_experts)
+                for expert in range(self.whole.moe.num_experts)
             )
             for part in ("w1", "w3", "w2")
         }
         return MoeParameters(
-            router=self._take(slots["mlp.router"]),
-            router_bias=self._float(slots["mlp.router_bias"]),
+            router=self._take(slots, "mlp.router"),
+            router_bias=self._float(slots, "mlp.router_bias"),
             latent_down=self._optional(slots, "mlp.latent_down"),
             latent_norm=self._optional_copy(slots, "mlp.latent_norm"),
             latent_up=self._optional(slots, "mlp.latent_up"),
-            shared=self._gated(slots, "mlp.shared") if self.config.moe.num_shared else None,
+            shared=self._gated(slots, "mlp.shared") if self.whole.moe.num_shared else None,
             w1=experts["w1"],
             w3=experts["w3"],
             w2=experts["w2"],
@@ -270,9 +290,8 @@ class CheckpointReader:
 
     def _expert(self, slots: Slots, slot: str) -> ExpertWeight:
         if slot in slots:
-            return self._take(slots[slot])
-        spec = slots[f"{slot}.scale"]
-        scale = self._take(spec)
+            return self._take(slots, slot)
+        spec, scale = slots[f"{slot}.scale"], self._take(slots, f"{slot}.scale")
         low, high = (int(value) for value in torch.aminmax(scale))
         for bad in INVALID_SCALES:
             if bad in (low, high):
@@ -280,7 +299,7 @@ class CheckpointReader:
                     f"{self._shard_of[spec.name].path}, tensor {spec.name}: expected scale bytes "
                     f"from 1 to 254, found {bad}."
                 )
-        return Mxfp4(self._take(slots[f"{slot}.packed"]), scale)
+        return Mxfp4(self._take(slots, f"{slot}.packed"), scale)
 
 
 def check_entry(shard: Shard, spec: TensorSpec) -> None:

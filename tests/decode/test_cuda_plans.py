@@ -26,7 +26,7 @@ from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.launches import group_lines, launch_lines
 from kdecode.decode.plan import PlanError
 from kdecode.kernels.common.triton_compile import SHARED_LIMITS
-from kdecode.model.rank_share import exchanged_buffers
+from kdecode.model.rank_share import reduced_buffers
 
 PLANS = Path(__file__).parents[1] / "plans" / "cuda"
 RESOURCES = PLANS / "resources.txt"
@@ -84,7 +84,7 @@ def test_a_layer_has_at_most_so_many_launches(size: int, rows: int) -> None:
     for group in groups:
         if group.layers:
             assert len(group.columns) <= MAX_LAUNCHES[rows], group.name
-            assert len(exchanged_buffers(plan.config, group.layers[0])) <= 3
+            assert len(reduced_buffers(plan.config, group.layers[0])) <= 3
 
 
 def test_a_plan_without_memory_cannot_run() -> None:
