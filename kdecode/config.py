@@ -185,9 +185,9 @@ class EngineConfig:
 
     tensor_parallel_size: processes (ranks) that share the model; threads and budgets are then those
     of each. decode_context_parallel_size: ranks that share the positions of the latent cache, 1 or
-    all of them, each context_interleave_tokens positions in turn. rank_timeout_s: how long a rank
-    may give no sign of life. check_ranks: after every step the ranks compare what they have, for
-    debugging.
+    all of them, each context_interleave_tokens positions in turn; page_tokens are then the rows of
+    a page on each (see page_positions). rank_timeout_s: how long a rank may give no sign of life.
+    check_ranks: after every step the ranks compare what they have, for debugging.
     """
 
     decode_backend: DecodeBackend = "auto"
@@ -270,8 +270,19 @@ class EngineConfig:
                 f"decode_context_parallel_size is {parts} and tensor_parallel_size {size}; either "
                 "every rank has all positions (1), or all ranks share them."
             )
-        check_int("context_interleave_tokens", self.context_interleave_tokens, at_least=1)
+        interleave = self.context_interleave_tokens
+        check_int("context_interleave_tokens", interleave, at_least=1)
+        if parts > 1 and self.page_tokens % interleave:
+            raise ConfigError(
+                f"context_interleave_tokens is {interleave} and page_tokens {self.page_tokens}; a "
+                "rank's page must hold whole turns, so that pages of all ranks end together."
+            )
         check_number("rank_timeout_s", self.rank_timeout_s, above=0)
+
+    @property
+    def page_positions(self) -> int:
+        """Positions of a request that one page covers: page_tokens on each rank that has some."""
+        return self.page_tokens * self.decode_context_parallel_size
 
     @property
     def changes_weights(self) -> bool:

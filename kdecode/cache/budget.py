@@ -1,6 +1,7 @@
 """Sizes of the caches: bytes of a KDA slot and of an MLA page, and what a memory budget holds.
 
-Pure arithmetic on the configuration; allocates nothing.
+Pure arithmetic on the configuration; allocates nothing. ``page_tokens`` are the positions that a
+page covers; where ranks share them, its bytes are those of its rows on one rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
+from kdecode.parallel.context import WHOLE, ContextShare
+from kdecode.parallel.ranks import Ranks
 
 # Bytes of one cached number of an MLA row.
 CACHE_ITEM_BYTES = {"bf16": 2, "fp8": 1}
@@ -41,11 +44,15 @@ def slot_bytes(config: ModelConfig) -> int:
 
 
 def page_bytes(
-    config: ModelConfig, page_tokens: int, cache_dtype: str, draft: DraftConfig | None = None
+    config: ModelConfig,
+    page_tokens: int,
+    cache_dtype: str,
+    draft: DraftConfig | None = None,
+    context: ContextShare = WHOLE,
 ) -> int:
-    """One page in all MLA layers, and in those of a draft, whose rows are bf16."""
+    """One page in all MLA layers, and in those of a draft, whose rows are bf16 and never shared."""
     row = config.mla.cache_width * item_bytes(cache_dtype)
-    target = config.layer_kinds.count("mla") * page_tokens * row
+    target = config.layer_kinds.count("mla") * context.page_rows(page_tokens) * row
     if draft is None:
         return target
     return target + draft.num_layers * page_tokens * draft.cache_width * _BF16_BYTES
@@ -64,6 +71,7 @@ def size_from_budget(
     page_tokens: int,
     cache_dtype: str,
     draft: DraftConfig | None = None,
+    context: ContextShare = WHOLE,
 ) -> CacheSize:
     """Slots first, as many as ``max_requests``, then pages for the rest of the budget.
 
@@ -73,7 +81,8 @@ def size_from_budget(
     for name, value in (("max_requests", max_requests), ("max_context_tokens", max_context_tokens)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; it has to be at least 1.")
-    slot, page = slot_bytes(config), page_bytes(config, page_tokens, cache_dtype, draft)
+    slot = slot_bytes(config)
+    page = page_bytes(config, page_tokens, cache_dtype, draft, context)
     pages_of_one = pages_for(max_context_tokens, page_tokens) if page else 0
     needed = slot + pages_of_one * page
     if budget_bytes < needed:
@@ -94,18 +103,29 @@ def size_from_budget(
 def engine_cache_size(
     config: ModelConfig, engine: EngineConfig, draft: DraftConfig | None = None
 ) -> CacheSize:
-    """Slots and pages of an engine; by default enough for every request at full length."""
-    budget = engine.cache_budget_bytes
+    """Slots and pages of an engine; by default enough for every request at full length.
+
+    config: what one rank has. All ranks get the same numbers, as if each had the draft's rows.
+    """
+    budget, page_tokens = engine.cache_budget_bytes, engine.page_positions
+    context = context_of(engine, Ranks(0, engine.tensor_parallel_size))
     if budget is None:
-        page = page_bytes(config, engine.page_tokens, engine.cache_dtype, draft)
-        pages = pages_for(engine.max_context_tokens, engine.page_tokens)
+        page = page_bytes(config, page_tokens, engine.cache_dtype, draft, context)
+        pages = pages_for(engine.max_context_tokens, page_tokens)
         budget = engine.max_requests * (slot_bytes(config) + pages * page)
     return size_from_budget(
         config,
         budget,
         engine.max_requests,
         engine.max_context_tokens,
-        engine.page_tokens,
+        page_tokens,
         engine.cache_dtype,
         draft,
+        context,
     )
+
+
+def context_of(engine: EngineConfig, ranks: Ranks) -> ContextShare:
+    """What one rank of an engine stores of every request's positions."""
+    size, interleave = engine.decode_context_parallel_size, engine.context_interleave_tokens
+    return ContextShare.of(size, ranks, interleave)

@@ -20,6 +20,7 @@ from kdecode.cache.pool import IndexPool
 from kdecode.config import ConfigError, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.config_speculative import MAX_DRAFTS
+from kdecode.parallel.context import WHOLE, ContextShare
 
 _CACHE_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -35,7 +36,9 @@ class Caches:
     conv: KDA windows [num_slots, W - 1, 3D] bf16, raw q, k, v, oldest sample first.
     recurrent: KDA states [num_slots, H, K, V] fp32.
     pages: MLA rows [num_pages, page_tokens, cache_width], bf16, or E4M3 with ``scales[layer]``
-    (stored = row / scale). scales is 1.0 for bf16.
+    (stored = row / scale). scales is 1.0 for bf16. Of ranks that share the positions of a request,
+    ``context`` says which are here, and a page has their rows only; page_tokens are the positions
+    that it covers on all of them together.
     draft: by layer of the draft, its rows [num_pages + spare, page_tokens, width] bf16; a request's
     are on the same pages as its MLA rows, and the spare pages are nobody's.
     open_rows: of a verify step that is not committed. tell: hears of everything that is done to
@@ -53,6 +56,7 @@ class Caches:
     draft: dict[int, Tensor] = field(default_factory=dict)
     open_rows: OpenRows = field(default_factory=OpenRows)
     tell: Tell = tell_nobody
+    context: ContextShare = WHOLE
 
     @staticmethod
     def allocate(
@@ -66,6 +70,7 @@ class Caches:
         scales: Mapping[int, float] | None = None,
         draft: DraftConfig | None = None,
         tell: Tell = tell_nobody,
+        context: ContextShare = WHOLE,
     ) -> Caches:
         """Allocates every layer's tensors.
 
@@ -84,7 +89,7 @@ class Caches:
                 conv[layer] = torch.zeros(window, dtype=torch.bfloat16, device=device)
                 recurrent[layer] = torch.zeros(state, dtype=torch.float32, device=device)
             else:
-                shape = (num_pages, page_tokens, config.mla.cache_width)
+                shape = (num_pages, context.page_rows(page_tokens), config.mla.cache_width)
                 pages[layer] = torch.zeros(shape, dtype=dtype, device=device)
                 layer_scales[layer] = _scale(layer, cache_dtype, scales or {})
         draft_pages = {}
@@ -105,6 +110,7 @@ class Caches:
             page_pool=IndexPool(num_pages, "MLA page"),
             draft=draft_pages,
             tell=tell,
+            context=context,
         )
 
     @property

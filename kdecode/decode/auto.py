@@ -296,9 +296,10 @@ class _Builder:
             rows_per_request=1,
             device=engine.device,
             cache_dtype=engine.cache_dtype,
-            page_tokens=engine.page_tokens,
+            page_tokens=self.buffers.caches.page_tokens,
             max_context_tokens=engine.max_context_tokens,
             isa="",
             arch=device_arch(engine.device),
             ranks=self.ranks,
+            context=self.buffers.caches.context,
         )

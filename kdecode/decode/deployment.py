@@ -13,6 +13,7 @@ from typing import Any
 from kdecode.config import ModelConfig
 from kdecode.kernels.common.native import Pool
 from kdecode.kernels.contract import Problem
+from kdecode.parallel.context import WHOLE, ContextShare
 from kdecode.parallel.ranks import ALONE, Ranks
 
 
@@ -43,7 +44,8 @@ class Deployment:
     of a draft; see `Problem`. arch: of a CUDA device, "sm_90". tensors: the torch device of a CUDA
     plan's tensors where it is not ``device``: "cpu" for Triton's interpreter, "meta" for a plan
     whose kernels are compiled and not run. ranks: of several, ``config`` is one rank's share, and
-    ``shared`` what native steps exchange values through; None for one that does not run.
+    ``shared`` what native steps exchange values through; None for one that does not run. context:
+    of which positions the cache rows are here, as the caches have it.
     """
 
     config: ModelConfig
@@ -58,6 +60,7 @@ class Deployment:
     tensors: str | None = None
     ranks: Ranks = ALONE
     shared: Any = None
+    context: ContextShare = WHOLE
 
     def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
         return Problem(
@@ -73,6 +76,7 @@ class Deployment:
             rotation_scale=self.rotation_scale,
             arch=self.arch,
             ranks=self.ranks,
+            context=self.context,
         )
 
     @property

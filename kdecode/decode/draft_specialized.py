@@ -39,6 +39,7 @@ from kdecode.model.draft_tiles import (
     refuse_layout,
 )
 from kdecode.model.layout import PackedMla, PackedModel
+from kdecode.parallel.context import WHOLE
 from kdecode.parallel.ranks import ALONE
 
 # Rows of one pass over committed tokens: those of a round, and many for prompts.
@@ -71,6 +72,7 @@ def draft_deployment(config: DraftConfig, target: Deployment, num_drafts: int) -
         # Rank 0 has all of it.
         ranks=ALONE,
         shared=None,
+        context=WHOLE,
     )
 
 
@@ -119,6 +121,7 @@ class SpecializedDraft:
             draft={},
             open_rows=OpenRows(),
             tell=tell_nobody,
+            context=WHOLE,
         )
         self._frequencies = frequencies(config.rope).numpy()
         self.plan = latency_specialized.build(

@@ -43,6 +43,11 @@ def refuse(deployment: Deployment, rows_per_request: int = 1) -> list[str]:
             f"KDA and MLA heads must have the same total width; they have {config.kda.width} and "
             f"{config.mla.num_heads * config.mla.v_dim} channels."
         )
+    if not deployment.context.is_whole:
+        reasons.append(
+            f"decode_context_parallel_size is {deployment.context.ranks.size}; the fused attention "
+            "reads a request's whole context on every rank."
+        )
     reasons += _steps_of(deployment).refuse(deployment, ROW_BUCKETS[-1], rows_per_request)
     return list(dict.fromkeys(reasons))
 

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from kdecode.cache.batch import StepBatch
-from kdecode.cache.budget import pages_for
+from kdecode.cache.budget import context_of, pages_for
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import OpenSpan
 from kdecode.config import ConfigError, EngineConfig, Isa, ModelConfig
@@ -35,6 +35,7 @@ from kdecode.kernels.common import native
 from kdecode.kernels.common.native import MAX_ROWS
 from kdecode.kernels.contract import PlanMemory
 from kdecode.model.layout import PackedModel
+from kdecode.parallel.context import WHOLE
 from kdecode.parallel.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -151,9 +152,9 @@ class StepRunner:
         # Of the last step: what the draft reads of each of its rows, [R, taps, M].
         self.last_taps: torch.Tensor | None = None
         if engine.decode_backend == "latency_specialized":
-            self.deployment = deployment_of(packed.config, engine)
+            self.deployment = deployment_of(packed.config, engine, ranks)
             if link is not None:
-                self.deployment = replace(self.deployment, ranks=ranks, shared=link.shared)
+                self.deployment = replace(self.deployment, shared=link.shared)
             with on_device(engine.device):
                 self._plans = self._build_plans(self.deployment, draft)
         # The standard plan's graphs, by rows.
@@ -190,7 +191,7 @@ class StepRunner:
             return {}
         whole = [(0, len(plan.steps))]
         ranges = whole if draft is None else Taps.of(plan, draft).ranges(plan)
-        pages = pages_for(self.engine.max_context_tokens, self.engine.page_tokens)
+        pages = pages_for(self.engine.max_context_tokens, self._caches.page_tokens)
         pool = GraphPool()
         sizes = sorted(self._buckets, reverse=True)
         return {rows: record(plan, rows, pages, pool, ranges) for rows in sizes}
@@ -349,10 +350,11 @@ def deployment_of(
         isa=engine.isa,
         threads=native.Pool(engine.resolved_threads()) if has_threads else None,
         cache_dtype=engine.cache_dtype,
-        page_tokens=engine.page_tokens,
+        page_tokens=engine.page_positions,
         max_context_tokens=engine.max_context_tokens,
         arch=device_arch(engine.device),
         ranks=ranks,
+        context=WHOLE if ranks.is_alone else context_of(engine, ranks),
     )
 
 

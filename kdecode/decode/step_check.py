@@ -13,6 +13,7 @@ from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.budget import pages_for
 from kdecode.cache.caches import Caches
 from kdecode.config import ModelConfig
+from kdecode.parallel.context import WHOLE, ContextShare
 from kdecode.parallel.ranks import ALONE, Ranks
 
 
@@ -22,13 +23,17 @@ class StepError(ValueError):
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What exists. num_slots and num_pages are None for a model without KDA or MLA layers."""
+    """What exists. num_slots and num_pages are None for a model without KDA or MLA layers.
+
+    page_tokens: positions that a page covers. context: those of which the cache rows are here.
+    """
 
     vocab_size: int
     num_slots: int | None
     num_pages: int | None
     page_tokens: int
     max_context_tokens: int
+    context: ContextShare = WHOLE
 
     @staticmethod
     def of(
@@ -41,6 +46,7 @@ class StepLimits:
             num_pages=caches.num_pages if caches.pages else None,
             page_tokens=caches.page_tokens,
             max_context_tokens=max_context_tokens,
+            context=caches.context,
         )
 
 

@@ -19,12 +19,11 @@ def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
     """Raises StepError before anything has been written."""
     check_step(batch, limits)
     tokens = [token for request in batch.requests for token in request.token_ids]
-    spans, cache_rows, first = [], [], 0
+    spans, first = [], 0
     for request in batch.requests:
-        span = _span(request, first, limits.page_tokens, device)
-        spans.append(span)
-        cache_rows.append(_cache_rows(span, limits.page_tokens))
-        first = span.last
+        spans.append(_span(request, first, limits.page_tokens, device))
+        first = spans[-1].last
+    cache_rows, stored_rows = _cache_rows(spans, limits)
     single = tuple(span for span in spans if span.num_rows == 1 and not span.is_verify)
     logits = [
         row
@@ -35,7 +34,8 @@ def derive(batch: StepBatch, limits: StepLimits, device: str) -> StepTensors:
     return StepTensors(
         num_rows=first,
         token_ids=_index(tokens, device),
-        cache_rows=torch.cat(cache_rows),
+        cache_rows=cache_rows,
+        stored_rows=stored_rows,
         single=single,
         multi=tuple(span for span in spans if span.num_rows > 1 or span.is_verify),
         single_rows=_index([span.first for span in single], device),
@@ -90,12 +90,29 @@ def _span(request: StepRequest, first: int, page_tokens: int, device: str) -> Re
     )
 
 
-def _cache_rows(span: RequestSpan, page_tokens: int) -> Tensor:
-    """Where the rows of a request go: page * page_tokens + offset [T]."""
-    positions = torch.arange(span.start, span.context_tokens, device=span.pages.device)
+def _cache_rows(spans: list[RequestSpan], limits: StepLimits) -> tuple[Tensor, Tensor | None]:
+    """Where the rows of a step go that are stored here, and which ones; None where all are."""
+    context = limits.context
+    rows = torch.cat([_places(span, limits) for span in spans])
+    if context.is_whole:
+        return rows, None
+    positions = torch.cat([_positions(span) for span in spans])
+    stored = torch.nonzero(context.owner(positions) == context.ranks.rank).flatten()
+    return rows[stored], stored
+
+
+def _places(span: RequestSpan, limits: StepLimits) -> Tensor:
+    """Of each row of a request, on the rank that stores it: page * rows of a page + place [T]."""
+    positions = _positions(span)
     if not span.pages.numel():
         return positions  # a model without MLA layers
-    return span.pages[positions // page_tokens] * page_tokens + positions % page_tokens
+    page_rows = limits.context.page_rows(limits.page_tokens)
+    place = limits.context.index(positions) % page_rows
+    return span.pages[positions // limits.page_tokens] * page_rows + place
+
+
+def _positions(span: RequestSpan) -> Tensor:
+    return torch.arange(span.start, span.context_tokens, device=span.pages.device)
 
 
 def _index(values: tuple[int, ...] | list[int], device: str) -> Tensor:

@@ -272,10 +272,10 @@ def _compare(
 def model_state(config: ModelConfig, caches: Caches, request: StepRequest) -> dict[str, Tensor]:
     """Everything that the caches hold of a request, by kind and layer, as fp32.
 
-    conv [W - 1, 3D], recurrent [H, K, V], pages [tokens, cache_width]. Call it with a step that has
-    run: its tokens are counted in.
+    conv [W - 1, 3D], recurrent [H, K, V], pages [tokens, cache_width]: of ranks that share the
+    positions, those of this one. Call it with a step that has run: its tokens are counted in.
     """
-    num_tokens = request.start + len(request.token_ids)
+    num_tokens = caches.context.length(request.start + len(request.token_ids))
     state: dict[str, Tensor] = {}
     for layer, kind in enumerate(config.layer_kinds):
         if kind == "kda":

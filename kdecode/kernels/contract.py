@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from kdecode.config import ModelConfig
+from kdecode.parallel.context import WHOLE, ContextShare
 from kdecode.parallel.ranks import ALONE, Ranks
 
 
@@ -66,6 +67,8 @@ class Problem:
     arch: str = ""
     # Of several, ``config`` is what each of them has (`model.rank_share.share_of`).
     ranks: Ranks = ALONE
+    # The positions whose cache rows are here; ``page_tokens`` are all that a page covers.
+    context: ContextShare = WHOLE
 
 
 class Exchange(Protocol):
@@ -80,6 +83,10 @@ class Exchange(Protocol):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Every rank's [T, w] side by side, rank 0's first: [T, size * w] of the same dtype."""
+        ...
+
+    def swap(self, parts: torch.Tensor) -> torch.Tensor:
+        """parts [size, T, w]: what this rank has for each of them -> what each has for this one."""
         ...
 
 

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from kdecode.cache.budget import page_bytes, size_from_budget, slot_bytes
+from kdecode.cache.budget import engine_cache_size, page_bytes, size_from_budget, slot_bytes
 from kdecode.cache.caches import Caches
-from kdecode.config import ConfigError, KdaConfig, MlaConfig, ModelConfig
+from kdecode.config import ConfigError, EngineConfig, KdaConfig, MlaConfig, ModelConfig
 from kdecode.config_draft import DraftConfig, DraftKind
 from kdecode.model.draft_synthesis import draft_document
 from kdecode.model.presets import PRESETS, released_config
+from kdecode.parallel.context import ContextShare
+from kdecode.parallel.ranks import Ranks
 from kdecode.testing.cases import tiny_k3, tiny_linear
 
 CONFIG = tiny_k3()
@@ -85,6 +87,47 @@ def test_a_page_has_the_rows_of_the_draft_too(kind: DraftKind, dtype: str) -> No
     scales = dict.fromkeys(range(config.num_layers), 1.0)
     caches = Caches.allocate(config, "cpu", 2, 9, 16, cache_dtype=dtype, scales=scales, draft=draft)
     assert caches.num_bytes == budget
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_ranks_that_share_positions_have_pages_of_their_rows_only(dtype: str) -> None:
+    """The draft's rows apart, and every rank has as many pages as the others."""
+    config = ModelConfig.from_checkpoint(released_config(PRESETS["mini"]))
+    draft = DraftConfig.from_checkpoint(draft_document("inferact", config))
+    context = ContextShare(Ranks(3, 4), 8)
+    page = page_bytes(config, 64, dtype, draft, context)
+    own = draft.num_layers * 64 * draft.cache_width * 2
+    assert page == page_bytes(config, 16, dtype) + own
+    scales = dict.fromkeys(range(config.num_layers), 1.0)
+    caches = Caches.allocate(
+        config, "cpu", 2, 9, 64, cache_dtype=dtype, scales=scales, draft=draft, context=context
+    )
+    assert caches.num_bytes == 2 * slot_bytes(config) + 9 * page
+    # 200 tokens are on 4 pages of 64 positions.
+    size = size_from_budget(config, caches.num_bytes, 2, 200, 64, dtype, draft, context)
+    assert (size.num_slots, size.num_pages) == (2, 8)
+
+
+def test_an_engine_of_ranks_that_share_positions() -> None:
+    config = ModelConfig.from_checkpoint(released_config(PRESETS["mini"]))
+    settings = {"page_tokens": 16, "max_context_tokens": 200, "max_requests": 2}
+    alone = engine_cache_size(config, EngineConfig(**settings))
+    shared = engine_cache_size(
+        config,
+        EngineConfig(**settings, tensor_parallel_size=4, decode_context_parallel_size=4),
+    )
+    assert alone.num_pages == 2 * 13
+    assert shared.num_pages == 2 * 4
+    assert shared.num_bytes - 2 * slot_bytes(config) == 2 * 4 * page_bytes(config, 16, "bf16")
+
+
+def test_a_page_of_incomplete_turns_is_refused() -> None:
+    settings = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "page_tokens": 24}
+    assert EngineConfig(**settings, context_interleave_tokens=8).page_positions == 48
+    with pytest.raises(ConfigError, match="interleave_tokens is 16 and page_tokens 24"):
+        EngineConfig(**settings, context_interleave_tokens=16)
+    # Nobody takes turns.
+    assert EngineConfig(page_tokens=24, context_interleave_tokens=16).page_positions == 24
 
 
 def test_a_model_of_one_kind_of_layer() -> None:

@@ -12,6 +12,8 @@ from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.decode.auto import run_standard
 from kdecode.decode.step_check import StepError
 from kdecode.decode.step_tensors import derive
+from kdecode.parallel.context import ContextShare
+from kdecode.parallel.ranks import Ranks
 from kdecode.testing.compare import bit_equal
 
 GOOD = StepRequest((3, 4), start=0, slot=1, pages=(2, 0), is_decode=False)
@@ -107,6 +109,29 @@ def test_tensors_of_a_mixed_step(session: Session) -> None:
     # The third request needs one of its two pages.
     assert [span.first_page for span in step.single] == [None, 0]
     assert step.logits_rows.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_each_row_is_stored_on_one_rank(session: Session, interleave: int) -> None:
+    """Where the rank keeps it; on page borders, for rows of one request and of several."""
+    batch = StepBatch(
+        (
+            StepRequest((5,), 31, 2, (3, 5), True),
+            StepRequest(tuple(range(20)), 13, 0, (1, 2, 0), False, needs_logits=False),
+        )
+    )
+    whole = derive(batch, session.plan.buffers.limits, "cpu").cache_rows.tolist()
+    rows = {}
+    for rank in range(4):
+        context = ContextShare(Ranks(rank, 4), interleave)
+        limits = replace(session.plan.buffers.limits, context=context)
+        step = derive(batch, limits, "cpu")
+        assert step.stored_rows is not None
+        assert step.num_rows == 21
+        for row, place in zip(step.stored_rows.tolist(), step.cache_rows.tolist(), strict=True):
+            page, index = divmod(place, PAGE_TOKENS // 4)
+            rows[row] = page * PAGE_TOKENS + context.position(index)
+    assert [rows[row] for row in range(21)] == whole
 
 
 def test_logits_are_made_for_those_who_need_them(session: Session) -> None:

@@ -78,7 +78,8 @@ class RowEffects:
 class StepTensors:
     """Index tensors are int64, on the plan's device.
 
-    token_ids, cache_rows (page * page_tokens + place): one a row [R]. Requests with one new token
+    token_ids: one a row [R]. cache_rows (page * rows of a page + place): where the rows go that are
+    cached here: stored_rows of the step, or all [R] where that is None. Requests with one new token
     are ``single`` whatever their phase, those that are verified and the others ``multi``;
     ``single_rows`` and ``single_slots`` [len(single)] are the former's rows and slots. logits_rows:
     the last row of every request that needs logits, or all of its rows. decode_rows: those of the
@@ -96,3 +97,4 @@ class StepTensors:
     logits_rows: Tensor
     num_logits: int
     decode_rows: DecodeRows | None = None
+    stored_rows: Tensor | None = None

@@ -17,7 +17,7 @@ FP8_MAX = 448.0
 
 @dataclass(frozen=True)
 class CacheRows:
-    """pages [num_pages, page_tokens, width]."""
+    """pages [num_pages, rows of a page, width]."""
 
     pages: Tensor
     scale: float
@@ -27,7 +27,7 @@ class CacheRows:
         return self.pages.dtype == torch.float8_e4m3fn
 
     def insert(self, places: Tensor, rows: Tensor) -> None:
-        """Writes rows [R, width] bf16 at places [R] (page * page_tokens + offset)."""
+        """Writes rows [R, width] bf16 at places [R] (page * rows of a page + place)."""
         flat = self.pages.flatten(0, 1)
         if not self.is_fp8:
             flat.index_copy_(0, places, rows)
@@ -39,6 +39,10 @@ class CacheRows:
 
     def gather(self, span: RequestSpan) -> Tensor:
         """The rows of a request [context, width] bf16; a view when its pages are consecutive."""
+        return self.values(self.stored(span, span.context_tokens))
+
+    def stored(self, span: RequestSpan, count: int) -> Tensor:
+        """The first so many rows [count, width] on a request's pages, as they are stored."""
         stored = self.pages
         if span.first_page is not None:
             stored = stored[span.first_page : span.first_page + span.pages.shape[0]]
@@ -47,5 +51,8 @@ class CacheRows:
             stored = chosen.view(torch.float8_e4m3fn)
         else:
             stored = stored.index_select(0, span.pages)
-        rows = stored.flatten(0, 1)[: span.context_tokens]
-        return (rows.float() * self.scale).to(torch.bfloat16) if self.is_fp8 else rows
+        return stored.flatten(0, 1)[:count]
+
+    def values(self, stored: Tensor) -> Tensor:
+        """What stored rows stand for, bf16."""
+        return (stored.float() * self.scale).to(torch.bfloat16) if self.is_fp8 else stored

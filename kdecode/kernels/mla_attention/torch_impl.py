@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kdecode.config import MlaConfig
 from kdecode.kernels.common.norm import rms_norm
-from kdecode.kernels.common.step import RequestSpan
+from kdecode.kernels.common.step import MAX_DECODE_ROWS, RequestSpan, StepTensors
 from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.linear.product import (
     Linear,
@@ -24,6 +24,7 @@ from kdecode.kernels.linear.product import (
     make_linear,
     unpack,
 )
+from kdecode.kernels.mla_attention.other_ranks import OtherRanks
 from kdecode.kernels.mla_attention.rows import CacheRows
 
 # Expanded keys and values that exist at a time; heads are taken in groups of this size.
@@ -44,13 +45,17 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Attention:
     assert problem.layer is not None
     mla, products = problem.config.mla, buffers.products
     caches, layer = buffers.caches, problem.layer
+    cache, others = CacheRows(caches.pages[layer], caches.scales[layer]), None
+    if not problem.context.is_whole:
+        others = OtherRanks(mla, problem.context, cache, buffers)
     return Attention(
         mla=mla,
         weights=weights,
         q_b=None if weights.q_b is None else make_linear(weights.q_b, products),
         absorb=make_head_linear(weights.w_uk, mla.num_heads, products),
         value=make_head_linear(weights.w_uv, mla.num_heads, products),
-        cache=CacheRows(caches.pages[layer], caches.scales[layer]),
+        cache=cache,
+        others=others,
         is_native=_is_native(mla, caches.pages[layer]),
         buffers=buffers,
     )
@@ -67,7 +72,7 @@ def _is_native(mla: MlaConfig, pages: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's, on the rows of any step."""
+    """One layer's, on the rows of any step. others: that have rows of the context, too."""
 
     mla: MlaConfig
     weights: Any
@@ -75,14 +80,17 @@ class Attention:
     absorb: Linear
     value: Linear
     cache: CacheRows
+    others: OtherRanks | None
     is_native: bool
     buffers: Buffers
 
     def run(self) -> None:
         step, proj = self.buffers.step, self.buffers["mla_proj"]
-        query, gate = self._insert(proj, step.cache_rows)
+        query, gate = self._insert(proj, step.cache_rows, step.stored_rows)
         heads = self._query(query)
-        if not step.multi:
+        if self.others is not None:
+            value = self._shared(heads, self.others, step)
+        elif not step.multi:
             value = self._single(heads)
         else:
             value = heads.new_empty(step.num_rows, self.mla.num_heads, self.mla.v_dim)
@@ -96,12 +104,34 @@ class Attention:
     def run_span(self, span: RequestSpan, out: Tensor) -> None:
         """The rows of one request only, into their lines of out [R, H*v_dim]."""
         own = slice(span.first, span.last)
-        rows = self.buffers.step.cache_rows[own]
-        query, gate = self._insert(self.buffers["mla_proj"][own], rows)
+        places = self.buffers.step.cache_rows[own]
+        query, gate = self._insert(self.buffers["mla_proj"][own], places, None)
         out[own] = self._gated(self._span(self._query(query), span), gate)
 
-    def _insert(self, proj: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the cache rows of ``proj`` [T, columns]; returns its query and its gate."""
+    def _shared(self, heads: Tensor, others: OtherRanks, step: StepTensors) -> Tensor:
+        """Of a context that other ranks have rows of: [R, H, qk_dim] -> values [R, H, v_dim].
+
+        Rows of requests with few new tokens go where the context is, all in one exchange; to the
+        many rows of a prompt's chunk its context comes.
+        """
+        value = heads.new_empty(step.num_rows, self.mla.num_heads, self.mla.v_dim)
+        spans = (*step.single, *step.multi)
+        few = [span for span in spans if span.num_rows <= MAX_DECODE_ROWS]
+        if few:
+            rows = torch.cat([torch.arange(span.first, span.last) for span in few])
+            rows = rows.to(heads.device)
+            latents = others.attend(self._absorbed(heads[rows]), few)
+            value.index_copy_(0, rows, self.value(latents))
+        for span in step.multi:
+            if span.num_rows > MAX_DECODE_ROWS:
+                value[span.first : span.last] = self._span(heads[span.first : span.last], span)
+        return value
+
+    def _insert(self, proj: Tensor, places: Tensor, stored: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Writes cache rows of ``proj`` [T, columns]; returns its query and its gate.
+
+        stored: the rows whose places are given; None for all.
+        """
         mla = self.mla
         gate_width = mla.num_heads * mla.v_dim if mla.has_output_gate else 0
         sizes = [
@@ -111,6 +141,8 @@ class Attention:
             gate_width,
         ]
         query, latent, key_rest, gate = torch.split(proj, sizes, dim=-1)
+        if stored is not None:
+            latent, key_rest = latent[stored], key_rest[stored]
         normed = rms_norm(latent, self.weights.kv_norm, mla.latent_norm_eps)
         self.cache.insert(places, torch.cat([normed, key_rest], dim=-1))
         return query, gate
@@ -148,7 +180,7 @@ class Attention:
 
     def _span(self, heads: Tensor, span: RequestSpan) -> Tensor:
         """The rows of one request: [T, H, qk_dim] -> values [T, H, v_dim]."""
-        rows = self.cache.gather(span)
+        rows = self.cache.gather(span) if self.others is None else self.others.rows(span)
         if self._is_expanded(span.num_rows):
             return self._expanded(heads, rows, span)
         query = self._absorbed(heads).transpose(0, 1).unsqueeze(0)  # [1, H, T, width]

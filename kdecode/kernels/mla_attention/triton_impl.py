@@ -26,6 +26,8 @@ _ROWS = ROW_BLOCKS[-1]
 
 def refuse(problem: Problem) -> list[str]:
     """Every reason why this problem cannot run."""
+    if not problem.context.is_whole:
+        return ["Ranks that share the positions of a context attend in torch."]
     one_row = replace(problem, rows=1, rows_per_request=1)
     reasons = [r for kernel in _kernels(problem) for r in kernel.refuse(one_row)]
     return list(dict.fromkeys(reasons))
