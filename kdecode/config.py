@@ -329,6 +329,43 @@ def environment() -> Environment:
     return Environment(_cache_dir())
 
 
+@dataclass(frozen=True)
+class TorchRun:
+    """What torchrun, or whoever takes its place, tells each process that it starts.
+
+    host: names the host that the process is on. address, port: where the processes meet.
+    interface: of the network, None for the one by which the address is reached.
+    """
+
+    rank: int
+    size: int
+    host: str
+    address: str
+    port: int
+    interface: str | None
+
+
+def torch_run() -> TorchRun | None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None where RANK or WORLD_SIZE is not set.
+
+    Raises ConfigError where the others are not, or are no numbers.
+    """
+    values = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    if not values["RANK"] or not values["WORLD_SIZE"]:
+        return None
+    address = os.environ.get("MASTER_ADDR", "")
+    for name, value in values.items():
+        if not re.fullmatch(r"[0-9]{1,9}", value):
+            raise ConfigError(f"{name} is {shown(value)}; torchrun sets it to a whole number.")
+    if not address:
+        raise ConfigError("MASTER_ADDR is not set; torchrun sets it where it sets RANK.")
+    # GROUP_RANK numbers the hosts; those who set the other four by hand do not have it.
+    host = os.environ.get("GROUP_RANK") or os.uname().nodename
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or None
+    rank, size, port = (int(value) for value in values.values())
+    return TorchRun(rank, size, host, address, port, interface)
+
+
 def terminal_draws() -> bool:
     """TERM: whether the terminal, if there is one, can draw over a line."""
     return os.environ.get("TERM", "") not in ("", "dumb")

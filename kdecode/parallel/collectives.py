@@ -1,0 +1,135 @@
+"""The exchange of the standard forward: torch.distributed's gloo, on one host or several.
+
+Owns how `Exchange`'s two functions are made of gloo's collectives, and that a wait for the other
+ranks is bounded and ends with the name of the one at fault. gloo only moves bytes: sums are added
+here, in the order of the ranks, so that every rank has the same bits. Does not know how the ranks
+came to be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from kdecode.parallel.ranks import RankError, Ranks
+
+# How long a wait lasts before it looks whether the group is still whole.
+_LOOK = timedelta(seconds=0.05)
+
+
+class Watch(Protocol):
+    """What an exchange asks about the group (`monitor.Monitor`)."""
+
+    def check(self) -> None: ...
+
+    def blame(self, error: BaseException) -> RankError: ...
+
+
+def connect(
+    store: Store, ranks: Ranks, *, address: str, interface: str | None, timeout_s: float
+) -> ProcessGroupGloo:
+    """gloo's connections among all ranks; every rank calls it. Raises RuntimeError.
+
+    Not torch's default group, which belongs to the process that embeds the engine. address: of this
+    host, at which the others reach it; interface: the network interface instead.
+    """
+    options = ProcessGroupGloo._Options()
+    where = {"hostname": address} if interface is None else {"interface": interface}
+    options._devices = [ProcessGroupGloo.create_device(**where)]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1
+    return ProcessGroupGloo(store, ranks.rank, ranks.size, options)
+
+
+class GlooExchange:
+    """See `kernels.contract.Exchange`.
+
+    number: exchanges that this rank has begun. patience_s: how long a rank is awaited that is
+    alive; less than the group's own timeout.
+    """
+
+    def __init__(
+        self, group: ProcessGroupGloo, ranks: Ranks, watch: Watch, patience_s: float
+    ) -> None:
+        self.number = 0
+        self._group: ProcessGroupGloo | None = group
+        self._ranks = ranks
+        self._watch = watch
+        self._patience_s = patience_s
+
+    def reduce(self, part: Tensor) -> Tensor:
+        """Each rank adds and rounds one piece of all parts, and gives it to the others."""
+        if part.dtype != torch.float32:
+            raise ValueError(f"A part of a sum is {part.dtype}; it must be float32.")
+        size, total = self._ranks.size, part.numel()
+        piece = -(-total // size)
+        # Pieces are equal, so that the last may reach beyond the end.
+        parts = torch.zeros(size, piece)
+        parts.view(-1)[:total] = part.reshape(-1)
+        mine = torch.empty_like(parts)
+        self._exchange("alltoall_base", mine, parts, [], [])
+        added = mine[0]
+        for rank in range(1, size):
+            added += mine[rank]
+        whole = torch.empty(size * piece, dtype=torch.bfloat16)
+        self._exchange("_allgather_base", whole, added.to(torch.bfloat16))
+        return whole[:total].view(part.shape)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Bytes are moved, whatever the numbers are."""
+        part = part.contiguous()
+        every = torch.empty(self._ranks.size, *part.shape, dtype=part.dtype)
+        self._exchange(
+            "_allgather_base", every.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
+        )
+        return every.transpose(0, 1).reshape(part.shape[0], every.shape[0] * part.shape[1])
+
+    def close(self) -> None:
+        """Gives the connections back. Waits for what is under way."""
+        self._group = None
+
+    def abandon(self) -> None:
+        """Leaves the connections to the end of the process, for exchanges that may never end.
+
+        A rank on another host that stands still cannot be ended from here, and gloo, when its
+        group is no longer referred to, waits for what is under way with it.
+        """
+        if self._group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = None
+
+    def _exchange(self, name: str, *args: Any) -> None:
+        """Raises RankError with the rank at fault where another rank does not take part."""
+        self._watch.check()
+        if self._group is None:
+            raise RuntimeError("The group of this exchange is closed.")
+        self.number += 1
+        work = getattr(self._group, name)(*args)
+        try:
+            self._wait(work)
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.blame(error) from error
+
+    def _wait(self, work: Any) -> None:
+        begin = time.monotonic()
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                # Either it took longer, or this is its own error, which a second wait tells.
+                if work.is_completed():
+                    work.wait()
+                    return
+            self._watch.check()
+            if time.monotonic() - begin > self._patience_s:
+                raise RuntimeError(f"The others did not come within {self._patience_s:g} s.")

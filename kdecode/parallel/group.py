@@ -1,0 +1,140 @@
+"""What a rank has of its group: the others' values, their operations, and whether all is well.
+
+Owns the order in which a group ends. Rank 0 decides and sends operations, the others receive them;
+a group that broke stays broken, and every method then raises the `RankError` that names the rank at
+fault. Does not know how ranks are started (`launch`) nor what operations mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kdecode.parallel.channel import ChannelClosedError, Receiver, Sender
+from kdecode.parallel.collectives import GlooExchange
+from kdecode.parallel.monitor import Monitor
+from kdecode.parallel.ranks import RankError, Ranks
+
+# How long followers of a whole group may take to carry out what was sent before the end.
+_LAST_OPERATIONS_S = 5.0
+
+
+class Group:
+    """One rank's end of a group.
+
+    exchange: of the standard forward. shared: the native exchange, None across hosts and where it
+    was not asked for. processes: of the ranks that this one watches; followers watch rank 0.
+    end_followers: ends the processes that this one has started, None where it has none.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        channel: Sender | Receiver,
+        exchange: GlooExchange,
+        shared: Any,
+        num_hosts: int,
+        end_followers: Callable[[float], None] | None,
+    ) -> None:
+        self.ranks: Ranks = monitor.ranks
+        self.num_hosts = num_hosts
+        self.exchange = exchange
+        self.shared = shared
+        self.processes = monitor.processes
+        self._monitor = monitor
+        self._channel = channel
+        self._end_followers = end_followers
+        self._closing = threading.Lock()
+        self._is_closed = False
+        if shared is not None:
+            # A native step waits in memory, where it would learn of it only after a while.
+            monitor.on_failure(lambda error: shared.fail(error.rank))
+
+    # Rank 0.
+
+    def send(self, operation: object) -> None:
+        """Hands a small picklable value to every follower, behind those sent before.
+
+        Raises RankError. What interrupts it breaks the group, since only some followers have it.
+        """
+        assert isinstance(self._channel, Sender), "only rank 0 sends operations"
+        self.check()
+        try:
+            self._channel.send(operation)
+        except RankError:
+            raise
+        except ChannelClosedError as error:
+            raise self.blame(error) from error
+        except BaseException as error:
+            self.report(error)
+            raise
+
+    def wait_until_ready(self) -> None:
+        """Until every follower is, for as long as they are alive. Raises RankError."""
+        self._monitor.wait_until_ready()
+
+    # Followers.
+
+    def receive(self) -> Any:
+        """The next operation; None once rank 0 has closed the group. Raises RankError."""
+        assert isinstance(self._channel, Receiver), "rank 0 receives no operations"
+        try:
+            return self._channel.receive()
+        except ChannelClosedError as error:
+            if self._monitor.wait_for_end(2 * self._monitor.timeout_s):
+                return None
+            raise self.blame(error) from error
+
+    def tell_ready(self) -> None:
+        """This follower has built what it needs; see `wait_until_ready`."""
+        self._monitor.tell_ready()
+
+    # Every rank.
+
+    @property
+    def failure(self) -> RankError | None:
+        """What broke the group; None while it is whole."""
+        return self._monitor.failure
+
+    def check(self) -> None:
+        """Raises RankError where the group is broken: a rank died, failed or stands still."""
+        self._monitor.check()
+
+    def on_failure(self, callback: Callable[[RankError], None]) -> None:
+        """Calls it once when the group breaks, at once if it has; from a thread of the group."""
+        self._monitor.on_failure(callback)
+
+    def report(self, error: BaseException) -> RankError:
+        """This rank failed, which breaks the group. Returns what every rank is told."""
+        return self._monitor.report(error)
+
+    def blame(self, error: BaseException) -> RankError:
+        """Who is at fault for an exchange or a message that failed; the group is broken after it.
+
+        Takes until that is certain, which is bounded by a little more than the group's timeout.
+        """
+        return self._monitor.blame(error)
+
+    def close(self) -> None:
+        """Ends followers and gives back what the group has; again, it does nothing.
+
+        Rank 0 gives followers of a whole group a moment to carry out what was sent, and ends the
+        processes of a broken one at once.
+        """
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        is_whole = self._monitor.failure is None
+        if self.ranks.is_leader and is_whole:
+            self._monitor.end()
+        self._channel.close()
+        if self._end_followers is not None:
+            self._end_followers(_LAST_OPERATIONS_S if is_whole else 0.0)
+        self._monitor.close()
+        # Last: gloo waits for exchanges that are under way, which the ends of processes have ended.
+        if is_whole or self._end_followers is not None:
+            self.exchange.close()
+        else:
+            self.exchange.abandon()

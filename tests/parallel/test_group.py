@@ -1,0 +1,50 @@
+"""A group of processes on this host: values, operations in order, and an end without leftovers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rank_follow
+import torch
+
+from kdecode.parallel import launch
+from kdecode.parallel.group import Group
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    group = launch.start(request.param, rank_follow.follow)
+    yield group
+    group.close()
+
+
+# Sizes that divide among the ranks, and such that do not; fewer numbers than ranks.
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7168), (3, 5), (8, 1024)])
+def test_sums_are_added_in_the_order_of_the_ranks(group: Group, shape: tuple[int, int]) -> None:
+    group.send(("reduce", *shape))
+    found = group.exchange.reduce(rank_follow.part_of(0, *shape))
+    parts = [rank_follow.part_of(rank, *shape) for rank in range(group.ranks.size)]
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected.to(torch.bfloat16))
+
+
+def test_a_closed_group_leaves_no_process() -> None:
+    group = launch.start(2, rank_follow.follow)
+    processes = group.processes.values()
+    assert all(_is_there(process) for process in processes)
+    begin = time.monotonic()
+    group.close()
+    group.close()
+    assert not any(_is_there(process) for process in processes)
+    assert time.monotonic() - begin < 4
+
+
+def _is_there(process: int) -> bool:
+    return Path(f"/proc/{process}").exists() and process != os.getpid()
