@@ -37,6 +37,7 @@ from kdecode.kernels.projection.op import ProjectionWeights
 from kdecode.kernels.residual.op import ResidualUse
 from kdecode.kernels.rms_norm.op import NormWeights
 from kdecode.model.layout import PackedKda, PackedMlp, PackedModel, PackedMoe
+from kdecode.model.rank_share import Exchanged, stage_exchange
 from kdecode.parallel.ranks import ALONE, Ranks
 
 # Ops whose kernels take any number of rows, on a device that has them.
@@ -178,6 +179,7 @@ class _Builder:
             run=implementation.prepare(problem, weights, self.buffers).run,
             tolerance=contract.tolerance,
             weight_bytes=sum(stage_weight_bytes(self.packed, layer, stage) for stage in covers),
+            exchanges=tuple((value,) for stage in covers if (value := self._exchanged(stage))),
         )
 
     def _choose(self, op: str, problem: Problem) -> str:
@@ -267,7 +269,9 @@ class _Builder:
         *,
         is_head: bool = False,
     ) -> Step:
-        weights = ProjectionWeights(matrix, *names, is_head)
+        exchanged = self._exchanged(stage)
+        exchange = None if exchanged is None else exchanged.kind
+        weights = ProjectionWeights(matrix, *names, is_head, exchange)
         return self.step("projection", layer, (stage,), weights, names[:1], names[1:])
 
     def _gated(self, layer: int, stage: str, mlp: PackedMlp, output: str) -> Step:
@@ -282,6 +286,9 @@ class _Builder:
         if use.is_push:
             writes.append("snapshots")
         return self.step("residual", layer, (stage,), use, tuple(reads), tuple(writes))
+
+    def _exchanged(self, stage: str) -> Exchanged | None:
+        return stage_exchange(self.config, self.ranks.size, stage)
 
     def _present(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Without the buffers that this model does not have."""

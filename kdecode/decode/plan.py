@@ -16,6 +16,7 @@ import torch
 from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
 from kdecode.kernels.contract import Buffers, Prepared, Tolerance
+from kdecode.model.rank_share import Exchanged
 from kdecode.model.stages import model_stages
 
 Lifetime = Literal["input", "step"]
@@ -47,6 +48,7 @@ class Step:
     layers: the layer of each covered stage's group, None before and after the stack. covers: stage
     names in order. weight_bytes: packed weights that one run reads at one row; None when not known.
     prepared: what ``run`` belongs to, where that says more than how to run it (a kernel's launch).
+    exchanges: of several ranks, the values that each exchange of the step has, in order.
     """
 
     layers: tuple[int | None, ...]
@@ -59,6 +61,7 @@ class Step:
     tolerance: Tolerance
     weight_bytes: int | None = None
     prepared: Prepared | None = None
+    exchanges: tuple[tuple[Exchanged, ...], ...] = ()
 
     @property
     def stages(self) -> tuple[tuple[int | None, str], ...]:

@@ -1,4 +1,7 @@
-"""embed in torch: the step's token ids were checked when its metadata was derived."""
+"""embed in torch: the step's token ids were checked when its metadata was derived.
+
+Of several ranks each has some rows of the table, and zeros for the tokens of the others.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.linear.ranked import exchange_of
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -17,7 +21,10 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed model."""
-    return _Embed(weights.embed, problem.config.num_snapshots, buffers)
+    if problem.ranks.is_alone:
+        return _Embed(weights.embed, problem.config.num_snapshots, buffers)
+    first = problem.ranks.rank * problem.config.vocab_size
+    return _PartEmbed(weights.embed, problem.config.num_snapshots, buffers, first)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,22 @@ class _Embed:
         buffers, step = self.buffers, self.buffers.step
         shape = (self.num_snapshots + 1, step.num_rows, self.table.shape[1])
         stack = torch.empty(shape, dtype=self.table.dtype, device=self.table.device)
-        torch.index_select(self.table, 0, step.token_ids, out=stack[0])
+        self.look_up(step.token_ids, stack[0])
         buffers["residual_stack"] = stack
         buffers["prefix"] = stack[0]
         buffers["snapshots"] = stack[:0]
+
+    def look_up(self, ids: Tensor, out: Tensor) -> None:
+        """Fills ``out`` [R, M]."""
+        torch.index_select(self.table, 0, ids, out=out)
+
+
+@dataclass(frozen=True)
+class _PartEmbed(_Embed):
+    first: int  # token of the table
+
+    def look_up(self, ids: Tensor, out: Tensor) -> None:
+        local = ids - self.first
+        is_own = (local >= 0) & (local < self.table.shape[0])
+        rows = self.table.index_select(0, local.where(is_own, 0)).float()
+        out.copy_(exchange_of(self.buffers).reduce(rows.mul_(is_own.unsqueeze(1))))

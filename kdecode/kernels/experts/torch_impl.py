@@ -1,7 +1,8 @@
 """experts in torch: (row, expert) pairs sorted by expert, one product an expert or one for all.
 
 Tiles on a CPU multiply through the native grouped product, one call for all experts. Elsewhere, and
-in "rows", every used expert is a product of torch.
+in "rows", every used expert is a product of torch. Of several ranks each has some columns of every
+expert: its weighted sum is one part of theirs, and no expert's output is rounded on its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from kdecode.kernels.common.activation import GatedActivation, make_gated
 from kdecode.kernels.common.matrix import ROW_FORMATS, Matrix
 from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.linear.ranked import exchange_of
 from kdecode.kernels.linear.unpack import unpack_rows
 
 
@@ -33,6 +35,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
         activation=make_gated(problem.config.activation, first, buffers.products.isa),
         input="mlp_in" if problem.config.moe.latent_width is None else "latent",
         is_native=first.format not in ROW_FORMATS and first.data.device.type == "cpu",
+        is_part=not problem.ranks.is_alone,
         buffers=buffers,
     )
 
@@ -44,6 +47,7 @@ class _Experts:
     activation: GatedActivation
     input: str
     is_native: bool
+    is_part: bool
     buffers: Buffers
 
     def run(self) -> None:
@@ -52,7 +56,7 @@ class _Experts:
         # Pairs (row, place) by expert; the rows of an expert stay in order.
         by_expert, pairs = ids.flatten().sort(stable=True)
         used, counts = torch.unique_consecutive(by_expert, return_counts=True)
-        outputs = x.new_empty(rows * top_k, self.down[0].rows)
+        outputs = x.new_empty(rows * top_k, self.down[0].rows, dtype=self._out_dtype)
         experts, numbers = used.tolist(), counts.tolist()
         if self.is_native:
             outputs[pairs] = self._grouped(x, pairs // top_k, experts, numbers)
@@ -61,7 +65,15 @@ class _Experts:
                 outputs[own] = self._unpacked(x[own // top_k], expert)
         weights = self.buffers["route_weights"].unsqueeze(1)  # [R, 1, N]
         summed = torch.bmm(weights, outputs.float().view(rows, top_k, -1)).squeeze(1)
-        self.buffers["expert_sum"] = summed.to(torch.bfloat16)
+        if self.is_part:
+            self.buffers["expert_sum"] = exchange_of(self.buffers).reduce(summed)
+        else:
+            self.buffers["expert_sum"] = summed.to(torch.bfloat16)
+
+    @property
+    def _out_dtype(self) -> torch.dtype:
+        """Of one expert's output."""
+        return torch.float32 if self.is_part else torch.bfloat16
 
     def _grouped(
         self, x: Tensor, pair_rows: Tensor, experts: Sequence[int], counts: Sequence[int]
@@ -73,9 +85,11 @@ class _Experts:
         gate_up = [self.gate_up[expert] for expert in experts]
         down = [self.down[expert] for expert in experts]
         product = self.activation(tiles_linear_grouped(x, gate_up, counts, pair_rows, isa=isa))
-        return tiles_linear_grouped(product, down, counts, isa=isa)
+        return tiles_linear_grouped(product, down, counts, out_dtype=self._out_dtype, isa=isa)
 
     def _unpacked(self, x: Tensor, expert: int) -> Tensor:
         """x [P, L] -> [P, L] through one expert, row-major."""
         product = self.activation(F.linear(x, unpack_rows(self.gate_up[expert])))
-        return F.linear(product, unpack_rows(self.down[expert]))
+        # In fp32 where it is a part: torch has no product of bf16 on a CPU that is not rounded.
+        down = unpack_rows(self.down[expert]).to(self._out_dtype)
+        return F.linear(product.to(self._out_dtype), down)

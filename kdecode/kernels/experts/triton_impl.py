@@ -24,14 +24,15 @@ from kdecode.kernels.common.triton_expert_down import (
 )
 from kdecode.kernels.common.triton_expert_tiles import tile_launches
 from kdecode.kernels.common.triton_expert_up import up_launch
-from kdecode.kernels.common.triton_launch import ROW_BLOCKS
+from kdecode.kernels.common.triton_launch import ROW_BLOCKS, refuse_ranks
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 
 _MOST_PLAN_ROWS = ROW_BLOCKS[-1]
 
 
 def refuse(problem: Problem) -> list[str]:
-    return []
+    """Every reason why this problem cannot run."""
+    return refuse_ranks(problem)
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kdecode.kernels.common.norm import rms_norm
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.linear.product import Linear, make_linear
+from kdecode.kernels.linear.product import Linear
+from kdecode.kernels.linear.ranked import make_gathered
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -18,7 +19,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    product = make_linear(weights.latent_up, buffers.products)
+    product = make_gathered(weights.latent_up, problem, buffers)
     return _LatentUp(weights.latent_norm, problem.config.rms_eps, product, buffers)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kdecode.kernels.common.activation import GatedActivation, make_gated
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.product import Linear, make_linear
+from kdecode.kernels.linear.ranked import make_summed
 from kdecode.kernels.mlp.op import MlpWeights
 
 
@@ -18,7 +19,7 @@ def prepare(problem: Problem, weights: MlpWeights, buffers: Buffers) -> Prepared
     return _Mlp(
         gate_up=make_linear(weights.gate_up, buffers.products),
         activation=make_gated(problem.config.activation, weights.gate_up, buffers.products.isa),
-        down=make_linear(weights.down, buffers.products),
+        down=make_summed(weights.down, problem, buffers),
         output=weights.output,
         buffers=buffers,
     )

@@ -6,6 +6,7 @@ The head's logits are made for the rows that need them only; they are bf16 value
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.contract import OpContract, Tolerance
@@ -13,12 +14,17 @@ from kdecode.kernels.contract import OpContract, Tolerance
 
 @dataclass(frozen=True)
 class ProjectionWeights:
-    """The matrix, and the buffers to read and to write. is_head: logits."""
+    """The matrix, and the buffers to read and to write. is_head: logits.
+
+    exchange: of several ranks, what makes the product of each one's part whole: "reduce" of some
+    columns, "gather" of some rows; None where a rank needs its own columns of the product only.
+    """
 
     matrix: Matrix
     input: str
     output: str
     is_head: bool = False
+    exchange: Literal["reduce", "gather"] | None = None
 
 
 CONTRACT = OpContract(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.product import Linear, make_linear
+from kdecode.kernels.linear.ranked import make_gathered, make_summed
 from kdecode.kernels.projection.op import ProjectionWeights
 
 
@@ -14,7 +15,11 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> Prepared:
-    product = make_linear(weights.matrix, buffers.products)
+    if weights.exchange is None:
+        product = make_linear(weights.matrix, buffers.products)
+    else:
+        make = make_summed if weights.exchange == "reduce" else make_gathered
+        product = make(weights.matrix, problem, buffers)
     kind = _Head if weights.is_head else _Projection
     return kind(product, weights.input, weights.output, buffers)
 

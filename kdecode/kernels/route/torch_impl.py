@@ -1,4 +1,4 @@
-"""route in torch."""
+"""route in torch. Of several ranks each has some experts' logits, and all choose among all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from kdecode.config import MoeConfig
 from kdecode.kernels.common.activation import sigmoid_
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.linear.product import Linear, make_linear
+from kdecode.kernels.linear.product import Linear
+from kdecode.kernels.linear.ranked import make_gathered
 
 _EPS = 1e-20
 
@@ -22,7 +23,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    scores = make_linear(weights.router, buffers.products, torch.float32)
+    scores = make_gathered(weights.router, problem, buffers, torch.float32)
     return _Route(scores, weights.router_bias, problem.config.moe, buffers)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kdecode.config import MoeConfig
+from kdecode.kernels.common.triton_launch import refuse_ranks
 from kdecode.kernels.common.triton_route import refuse_choice, route_launch
 from kdecode.kernels.contract import Buffers, Prepared, Problem
 from kdecode.kernels.linear.product import Linear, make_linear
@@ -16,7 +17,7 @@ from kdecode.kernels.linear.product import Linear, make_linear
 
 def refuse(problem: Problem) -> list[str]:
     """Every reason why this problem cannot run."""
-    return refuse_choice(problem.config.moe)
+    return refuse_ranks(problem) + refuse_choice(problem.config.moe)
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
