@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
 CONFIDENCE = 0.95
 POWER = 0.80
 NUM_RESAMPLES = 10_000
+# Resamples of fewer blocks are too few different ones to say anything of their spread.
+MIN_RESAMPLED_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -44,34 +45,55 @@ def estimate_ratio(
 ) -> RatioEstimate:
     """Estimates baseline / candidate from blocks of (baseline, candidate) pairs.
 
-    A block weighs as many pairs as it has. The interval is the expanded percentile bootstrap: with
-    few blocks, plain percentiles are too narrow, so the quantiles are moved outwards by what
-    Student's t differs from the normal at this number of blocks. It is never narrower than
-    Student's own interval of the blocks' means: no resample of 4 blocks is further out than 4 equal
-    ones, which is not far enough.
+    A block weighs as many pairs as it has. The interval is center -+ quantile * standard error. The
+    quantile is that of the studentised bootstrap over blocks, which sees what shape their spread
+    has, held between Student's own for 95 % and for 99 %: it is never narrower than if blocks were
+    normal, and where few blocks, or one far out among equal ones, leave resamples without a spread
+    of their own, it does not become meaningless.
     """
     logs = [_log_ratios(block) for block in blocks if block]
     if len(logs) < 2:
         raise ValueError(f"An interval needs at least 2 blocks with pairs; there are {len(logs)}.")
     sums = np.array([block.sum() for block in logs])
-    sizes = np.array([block.size for block in logs])
-    means = sums / sizes
-    draws = np.random.default_rng(seed).integers(0, len(logs), size=(num_resamples, len(logs)))
-    resampled = sums[draws].sum(axis=1) / sizes[draws].sum(axis=1)
-    tail = _expanded_tail(len(logs))
-    low, high = np.quantile(resampled, [tail, 1 - tail])
-    center = sums.sum() / sizes.sum()
-    reach = t_quantile(0.5 + CONFIDENCE / 2, len(logs) - 1) * _standard_error(means)
+    sizes = np.array([block.size for block in logs], dtype=np.float64)
+    center, error = (float(value) for value in _mean_and_error(sums, sizes))
+    quantile = _quantile(sums, sizes, seed, num_resamples)
+    degrees = len(logs) - 1
+    means = np.exp(sums / sizes)
     return RatioEstimate(
         ratio=math.exp(center),
-        low=math.exp(min(low, center - reach)),
-        high=math.exp(max(high, center + reach)),
+        low=math.exp(center - quantile * error),
+        high=math.exp(center + quantile * error),
         num_blocks=len(logs),
         num_pairs=int(sizes.sum()),
-        detectable=math.exp(_detectable_log_ratio(means)),
-        worst_block=math.exp(means.min()),
-        blocks=tuple(math.exp(mean) for mean in means),
+        detectable=math.exp((quantile + t_quantile(POWER, degrees)) * error),
+        worst_block=float(means.min()),
+        blocks=tuple(float(mean) for mean in means),
     )
+
+
+def _mean_and_error(sums: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over pairs and its standard error over blocks, which are the last dimension."""
+    number = sums.shape[-1]
+    center = sums.sum(-1) / sizes.sum(-1)
+    rest = (sums - center[..., None] * sizes) / sizes.mean(-1)[..., None]
+    return center, np.sqrt(np.square(rest).sum(-1) / (number - 1) / number)
+
+
+def _quantile(sums: np.ndarray, sizes: np.ndarray, seed: int, num_resamples: int) -> float:
+    """How many standard errors the interval reaches to each side."""
+    number = len(sums)
+    least, most = (t_quantile(0.5 + share / 2, number - 1) for share in (CONFIDENCE, 0.99))
+    if number < MIN_RESAMPLED_BLOCKS:
+        return least
+    draws = np.random.default_rng(seed).integers(0, number, size=(num_resamples, number))
+    center, _ = _mean_and_error(sums, sizes)
+    means, errors = _mean_and_error(sums[draws], sizes[draws])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distances = np.abs(means - center) / errors
+    # 0 / 0: equal blocks, of which every resample is the same.
+    distances = np.where(np.isnan(distances), 0.0, distances)
+    return float(np.clip(np.quantile(distances, CONFIDENCE, method="higher"), least, most))
 
 
 def _log_ratios(block: Sequence[tuple[float, float]]) -> np.ndarray:
@@ -79,21 +101,6 @@ def _log_ratios(block: Sequence[tuple[float, float]]) -> np.ndarray:
     if not (np.isfinite(pairs).all() and (pairs > 0).all()):
         raise ValueError(f"A ratio needs finite values above 0; a block has {block}.")
     return np.log(pairs[:, 0] / pairs[:, 1])
-
-
-def _expanded_tail(num_blocks: int) -> float:
-    t = t_quantile(0.5 + CONFIDENCE / 2, num_blocks - 1)
-    return NormalDist().cdf(-math.sqrt(num_blocks / (num_blocks - 1)) * t)
-
-
-def _detectable_log_ratio(means: np.ndarray) -> float:
-    degrees = means.size - 1
-    quantiles = t_quantile(0.5 + CONFIDENCE / 2, degrees) + t_quantile(POWER, degrees)
-    return quantiles * _standard_error(means)
-
-
-def _standard_error(means: np.ndarray) -> float:
-    return float(means.std(ddof=1)) / math.sqrt(means.size)
 
 
 def t_quantile(probability: float, degrees: int) -> float:
