@@ -10,7 +10,13 @@ from __future__ import annotations
 
 import sys
 
-from kdecode.commands.process import EndingSignals, Streams, Terminated, end_quietly
+from kdecode.commands.process import (
+    EndingSignals,
+    OutputError,
+    Streams,
+    Terminated,
+    end_quietly,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -104,6 +110,9 @@ def _run(argv: Sequence[str]) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
+    except OutputError as error:
+        print(f"kdecode {args.command}: error: {error}", file=sys.stderr)
+        return EXIT_OUTPUT
     except Exception as error:
         # A file that cannot be used names itself; other errors of the system are faults.
         is_file = isinstance(error, OSError) and error.filename is not None

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     Found = TypeVar("Found")
 
 
+class OutputError(Exception):
+    """A file that could not be written after the work was done; the message names it."""
+
+
 class Terminated(BaseException):
     """SIGTERM or SIGHUP; like an interrupt it passes every handler of errors on its way out."""
 

@@ -163,7 +163,7 @@ def test_chats(tmp_path: Path) -> None:
         ('{"a": 1}\n{', "line 2 is not JSON"),
         ('{"a": 1}', "none of the formats"),
         ('{"input_length": -1, "output_length": 2}', "input_length is -1"),
-        ('{"input_length": 1, "output_length": 0}', "asks for 0 tokens"),
+        ('{"input_length": 1, "output_length": -1}', "output_length is -1"),
         ('{"hash_ids": [1], "payload": {}}', "has a payload"),
         ('{"messages": []}', "no messages"),
         ('{"requests": [], "block_size": 64}', "has no requests"),
@@ -242,6 +242,28 @@ def test_a_log_keeps_times_lengths_and_what_is_shared(tmp_path: Path) -> None:
         {"timestamp": 3000, "input_length": 5, "output_length": 1},
     ]
     assert len(read_workload(tmp_path / "trace", SETTINGS).requests) == 4
+
+
+def test_a_log_with_requests_that_had_no_reply_or_no_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = [(5, 3), (0, 0), (6, 0), (0, 4)]
+    lines = [
+        json.dumps({"time": t, "prompt_tokens": prompt, "completion_tokens": reply})
+        for t, (prompt, reply) in enumerate(lengths)
+    ]
+    (tmp_path / "log").write_text("\n".join(lines) + "\n")
+    log, trace = str(tmp_path / "log"), tmp_path / "trace"
+    assert cli.main(["bench", "import-log", log, str(trace), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    counts = [document[name] for name in ("requests", "without_prompt", "without_reply")]
+    assert counts == [2, 2, 1]
+    assert [json.loads(line)["output_length"] for line in trace.read_text().splitlines()] == [3, 0]
+    # The prompt is part of the load, and a server makes a token at least.
+    requests = read_workload(trace, SETTINGS).requests
+    assert [(len(r.prompt_ids or ()), r.max_tokens) for r in requests] == [(5, 3), (6, 1)]
+    assert cli.main(["bench", "import-log", log, str(trace)]) == 0
+    assert "2 without a prompt; 1 without a reply" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

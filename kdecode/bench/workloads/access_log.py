@@ -30,7 +30,8 @@ _SESSIONS = ("session_id", "conversation_id", "user")
 def import_log(lines: Iterator[str], key: bytes | None = None) -> Iterator[dict[str, Any]]:
     """Entries in the order of the log. key: of the hashes; a random one unless a test names it.
 
-    Raises WorkloadError, which names the line.
+    A request whose prompt has no tokens was refused, and nobody can send it again: it is left out.
+    A reply may have none. Raises WorkloadError, which names the line.
     """
     secret = key or secrets.token_bytes(32)
     numbers: dict[bytes, int] = {}
@@ -44,6 +45,8 @@ def import_log(lines: Iterator[str], key: bytes | None = None) -> Iterator[dict[
         first_ms = time_ms if first_ms is None else first_ms
         if time_ms < first_ms:
             raise WorkloadError(f"Line {number + 1}: it is older than the first line.")
+        if _length(entry, _PROMPTS, number) == 0:
+            continue
         found: dict[str, Any] = {
             "timestamp": round(time_ms - first_ms),
             "input_length": _length(entry, _PROMPTS, number),

@@ -127,7 +127,8 @@ def _mooncake(entries: Sequence[Mapping[str, Any]], settings: ReadSettings) -> I
             }
         yield Request(
             f"m{number}",
-            whole_of(entry, "output_length", where),
+            # Nobody can ask for no token; the prompt is part of the load all the same.
+            max(1, whole_of(entry, "output_length", where)),
             session=session,
             turn=turn,
             at_s=(number_of(entry, "timestamp", where) - first_ms) / 1e3 if turn == 0 else None,
