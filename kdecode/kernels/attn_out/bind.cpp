@@ -1,4 +1,4 @@
-#include "../common/bind.h"
+#include "../common/bind_shared.h"
 #include "cpu.h"
 
 namespace kdecode {
@@ -11,6 +11,7 @@ void bind_attn_out(nb::module_& module) {
   bind_pointer(cls, "attn_delta", &AttnOutArgs::attn_delta);
   bind_pointer(cls, "prefix", &AttnOutArgs::prefix);
   bind_pointer(cls, "snapshot", &AttnOutArgs::snapshot);
+  bind_exchange(cls);
   cls.def_rw("rows", &AttnOutArgs::rows);
 }
 

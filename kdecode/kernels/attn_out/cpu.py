@@ -10,6 +10,7 @@ from kdecode.kernels.common import _native
 from kdecode.kernels.common.fused import (
     refuse_device,
     refuse_rows,
+    set_exchange,
     step_rows,
     tiles_of,
 )
@@ -45,6 +46,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
         snapshot = buffers["snapshots"][config.snapshots_before(layer)]
         args.snapshot = ptr(snapshot, BF16, (rows, width))
         alive.append(snapshot)
+    set_exchange(args, problem, buffers, 4 * rows * width)
     return NativeStep(buffers.pool, problem.isa, "attn_out", args, alive)
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bind.h"
+#include "exchange.h"
 #include "residual.h"
 #include "tile_ops.h"
 
@@ -41,6 +42,15 @@ void bind_activation(nb::class_<Args>& cls, Activation Args::*holder) {
   bind_nested(cls, "is_situ", holder, &Activation::is_situ);
   bind_nested(cls, "beta", holder, &Activation::beta);
   bind_nested(cls, "linear_beta", holder, &Activation::linear_beta);
+}
+
+// The exchange stays alive with the arguments; without one this is the only rank.
+template <class Args>
+void bind_exchange(nb::class_<Args>& cls) {
+  cls.def_prop_rw(
+      "exchange", [](const Args& args) { return args.exchange; },
+      [](Args& args, SharedExchange& exchange) { args.exchange = &exchange; }, nb::for_getter(nb::rv_policy::reference),
+      nb::for_setter(nb::keep_alive<1, 2>()));
 }
 
 }  // namespace kdecode

@@ -1,10 +1,11 @@
 """What the preparation of several native ops has in common: limits, the prologue's fields, checks.
 
-Owns the limits that native.h and residual.h state. Knows no op; weights are duck-typed.
+Owns the limits that native.h, residual.h and exchange.h state. Knows no op; weights are duck-typed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from kdecode.kernels.contract import Buffers, Problem
 MAX_SNAPSHOTS = 63
 MAX_TOP_K = 64
 MAX_EXPERTS = 4096
+MAX_RANKS = 64
+# Of `behind` in exchange.h.
+LINE_BYTES = 64
 
 
 def refuse_device(problem: Problem) -> list[str]:
@@ -137,6 +141,43 @@ def set_activation(args: Any, activation: Activation) -> None:
         if activation.beta is None or activation.linear_beta is None:
             raise ValueError(f"SiTU needs both of its bounds; the configuration has {activation}.")
         args.beta, args.linear_beta = activation.beta, activation.linear_beta
+
+
+def refuse_parts(problem: Problem, **totals: int) -> list[str]:
+    """Reasons that concern what the ranks divide. totals: by what it is, in words and with _."""
+    size = problem.ranks.size
+    return [
+        f"{total} {what.replace('_', ' ')} cannot be divided among {size} ranks."
+        for what, total in totals.items()
+        if total % size
+    ]
+
+
+def set_exchange(args: Any, problem: Problem, buffers: Buffers, *array_bytes: int) -> None:
+    """Fills the field of exchange.h of a step of several ranks; there is none of one.
+
+    array_bytes: of the arrays that a rank's part has in the step's largest exchange. Raises
+    ValueError where there is nothing to exchange through, or no room in it.
+    """
+    if problem.ranks.is_alone:
+        return
+    shared = buffers.shared
+    if shared is None:
+        raise ValueError(
+            f"A step of {problem.ranks.size} ranks runs with what they exchange values through."
+        )
+    size = part_bytes(array_bytes)
+    if size > shared.part_bytes:
+        raise ValueError(
+            f"A step gives a part of {size} bytes to the other ranks; those of the exchange have "
+            f"up to {shared.part_bytes}."
+        )
+    args.exchange = shared
+
+
+def part_bytes(array_bytes: Iterable[int]) -> int:
+    """Bytes of a part of these arrays, each of which begins on a cache line of its own."""
+    return sum(-(-size // LINE_BYTES) * LINE_BYTES for size in array_bytes)
 
 
 def tiles_of(what: str, matrix: Matrix, rows: int, cols: int) -> Tiles:

@@ -25,6 +25,7 @@ void bind_convolve(nb::module_&);
 void bind_delta_rule_chunks(nb::module_&);
 void bind_prompt_attention(nb::module_&);
 void bind_mix_rows(nb::module_&);
+void bind_shared_exchange(nb::module_&);
 
 namespace {
 
@@ -207,6 +208,7 @@ NB_MODULE(_native, m) {
   bind_delta_rule_chunks(m);
   bind_prompt_attention(m);
   bind_mix_rows(m);
+  bind_shared_exchange(m);
 #define KD_STEP(name, Args) bind_##name(m);
   KD_STEPS(KD_STEP)
 #undef KD_STEP

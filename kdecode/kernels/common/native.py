@@ -18,6 +18,7 @@ from kdecode.kernels.common.matrix import INTEGER_BITS, PACKED12_HEADER_BYTES, M
 
 Pool = _native.Pool
 Program = _native.Program
+SharedExchange = _native.SharedExchange
 Tiles = _native.Tiles
 available_cores = _native.available_cores
 detect_isa = _native.detect_isa
@@ -28,6 +29,7 @@ __all__ = [
     "NativeStep",
     "Pool",
     "Program",
+    "SharedExchange",
     "Tiles",
     "available_cores",
     "detect_isa",

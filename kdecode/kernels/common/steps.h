@@ -7,6 +7,7 @@
 #include "../draft_context/cpu.h"
 #include "../draft_insert/cpu.h"
 #include "../embed/cpu.h"
+#include "../exchange/cpu.h"
 #include "../head/cpu.h"
 #include "../kda_commit/cpu.h"
 #include "../kda_front/cpu.h"
@@ -27,4 +28,5 @@
   X(head, HeadArgs)                 \
   X(draft_context, DraftContextArgs) \
   X(draft_insert, DraftInsertArgs)  \
-  X(markov, MarkovArgs)
+  X(markov, MarkovArgs)             \
+  X(reduce_parts, ReducePartsArgs)

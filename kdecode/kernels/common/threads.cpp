@@ -18,14 +18,6 @@ constexpr int kSpins = 4000;       // pauses before the first yield, 40 to 150 u
 constexpr int kYields = 100;       // yields before sleeping
 constexpr std::uint32_t kCounters = 8;
 
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // A count of arrivals, modulo 2^32, that threads wait on. Everything is on one cache line: an arrival fetches it once.
 //
 // No wake-up is lost: a waiter announces itself in sleepers_ before it looks at the count for the last time, an arriving thread

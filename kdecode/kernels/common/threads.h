@@ -49,6 +49,15 @@ class Worker {
 // Cores that this process may use.
 int available_cores();
 
+// What a spinning thread does between two looks.
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 class Pool {
  public:
   // num_threads includes the caller; std::invalid_argument unless 1 <= num_threads <= available_cores(). Only tests oversubscribe.

@@ -25,6 +25,9 @@ namespace kdecode::KD_NS {
 // small enough for the threads to finish together.
 inline constexpr std::int64_t kClaimBytes = 128 * 1024;
 
+// Columns of one claim of an elementwise phase.
+inline constexpr std::int64_t kClaimColumns = 256;
+
 // Units of one claim, if a unit reads `unit_bytes`.
 inline std::int64_t units_per_claim(std::int64_t unit_bytes) {
   const std::int64_t units = kClaimBytes / (unit_bytes > 0 ? unit_bytes : 1);
@@ -45,18 +48,24 @@ inline int tile_width(const Tiles& w, std::int64_t tile) {
   return static_cast<int>(left < kTileRows ? left : kTileRows);
 }
 
-// out[r * stride + tile * 16 + i] = bf16(W x[r]).
-inline void linear_tile(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, bf16* out, std::int64_t stride) {
+// A product as a linear output, and as the part of one that other ranks add to.
+inline void put(float sum, bf16* out) { *out = round_bf16(sum); }
+inline void put(float sum, float* out) { *out = sum; }
+
+// out[r * stride + tile * 16 + i] = W x[r], rounded if Out is bf16.
+template <class Out>
+inline void linear_tile(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, Out* out, std::int64_t stride) {
   float sums[kMaxRows * kTileRows];
   tile_dot(w, tile, num_rows, x, sums);
   const int width = tile_width(w, tile);
   for (int r = 0; r < num_rows; ++r) {
-    for (int i = 0; i < width; ++i) out[r * stride + tile * kTileRows + i] = round_bf16(sums[r * kTileRows + i]);
+    for (int i = 0; i < width; ++i) put(sums[r * kTileRows + i], out + r * stride + tile * kTileRows + i);
   }
 }
 
-// out = bf16(W x) of all tiles, [num_rows, W.rows], split over the threads by bytes. No barrier at the end.
-inline void linear_tiles(const Tiles& w, int num_rows, const bf16* const* x, bf16* out, Worker& worker) {
+// out = W x of all tiles, [num_rows, W.rows], split over the threads by bytes. No barrier at the end.
+template <class Out>
+inline void linear_tiles(const Tiles& w, int num_rows, const bf16* const* x, Out* out, Worker& worker) {
   worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, num_rows, x, out, w.rows);
   });
@@ -83,6 +92,18 @@ inline void gated_pair(const Tiles& gate_up, std::int64_t pair, int num_rows, co
   for (int r = 0; r < num_rows; ++r) {
     for (int i = 0; i < kTileRows; ++i) out[r][pair * kTileRows + i] = round_bf16(gate[r * kTileRows + i]);
   }
+}
+
+// body(row, first column, number of columns) over a [rows, width] buffer, in blocks of columns split over the threads.
+template <class Body>
+void split_columns(Worker& worker, std::int64_t rows, std::int64_t width, Body&& body) {
+  const std::int64_t blocks = (width + kClaimColumns - 1) / kClaimColumns;
+  worker.split(rows * blocks, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      const std::int64_t start = i % blocks * kClaimColumns;
+      body(i / blocks, start, static_cast<int>(width - start < kClaimColumns ? width - start : kClaimColumns));
+    }
+  });
 }
 
 // prefix[i] = bf16(prefix[i] + delta[i]).

@@ -13,6 +13,7 @@ void bind_dense_mlp(nb::module_& module) {
   bind_pointer(cls, "product", &DenseMlpArgs::product);
   bind_pointer(cls, "mlp_delta", &DenseMlpArgs::mlp_delta);
   bind_pointer(cls, "residual", &DenseMlpArgs::residual);
+  bind_exchange(cls);
 }
 
 }  // namespace kdecode

@@ -3,6 +3,23 @@
 #include "../common/threads.h"
 
 namespace kdecode::KD_NS {
+namespace {
+
+// Each rank has a part of the MLP's width, so that a product is a part of the delta.
+void down_of_ranks(const DenseMlpArgs& args, const Rows& products, Worker& worker) {
+  const int rows = args.mix.rows;
+  const std::int64_t width = args.mix.width;
+  Parts parts(*args.exchange, worker);
+  linear_tiles(args.down, rows, products.at, parts.mine<float>(), worker);
+  parts.complete();
+  split_columns(worker, rows, width, [&](std::int64_t row, std::int64_t start, int columns) {
+    const std::int64_t at = row * width + start;
+    sum_parts(parts, 0, at, columns, args.mlp_delta + at);
+    add_residual(args.mlp_delta + at, columns, args.residual + at);
+  });
+}
+
+}  // namespace
 
 void dense_mlp(const DenseMlpArgs& args, Worker& worker) {
   const int rows = args.mix.rows;
@@ -20,6 +37,7 @@ void dense_mlp(const DenseMlpArgs& args, Worker& worker) {
   worker.barrier();
 
   const Rows products(args.product, rows, inner);
+  if (args.exchange != nullptr) return down_of_ranks(args, products, worker);
   worker.split(args.down.num_tiles(), units_per_claim(args.down.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) {
       linear_tile(args.down, tile, rows, products.at, args.mlp_delta, width);

@@ -1,6 +1,7 @@
 // The MLP half of a dense layer: mix, norm, gated MLP, residual add.
 #pragma once
 
+#include "../common/exchange.h"
 #include "../common/native.h"
 #include "../common/residual.h"
 #include "../common/tile_ops.h"
@@ -17,6 +18,7 @@ struct DenseMlpArgs {
   bf16* product = nullptr;       // scratch [rows, F]
   bf16* mlp_delta = nullptr;     // [rows, width]
   bf16* residual = nullptr;      // [rows, width], the prefix to add to (the buffer that mix.prefix reads)
+  SharedExchange* exchange = nullptr;  // null: this is the only rank; else each has a part of F
 };
 
 }  // namespace kdecode

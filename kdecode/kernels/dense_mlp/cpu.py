@@ -12,6 +12,7 @@ from kdecode.kernels.common.fused import (
     refuse_mix_norm,
     refuse_rows,
     set_activation,
+    set_exchange,
     set_mlp_mix_norm,
     step_rows,
     tiles_of,
@@ -42,5 +43,6 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     args.product = ptr(product, torch.bfloat16, (rows, inner))
     args.mlp_delta = ptr(buffers["mlp_delta"], torch.bfloat16, (rows, width))
     args.residual = ptr(buffers["prefix"], torch.bfloat16, (rows, width))
+    set_exchange(args, problem, buffers, 4 * rows * width)
     alive = (*used, mlp, product, buffers["mlp_delta"])
     return NativeStep(buffers.pool, problem.isa, "dense_mlp", args, alive)

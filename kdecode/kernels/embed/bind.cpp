@@ -1,4 +1,4 @@
-#include "../common/bind.h"
+#include "../common/bind_shared.h"
 #include "cpu.h"
 
 namespace kdecode {
@@ -9,6 +9,7 @@ void bind_embed(nb::module_& module) {
   bind_pointer(cls, "row_token", &EmbedArgs::row_token);
   bind_pointer(cls, "table", &EmbedArgs::table);
   bind_pointer(cls, "prefix", &EmbedArgs::prefix);
+  bind_exchange(cls);
   cls.def_rw("vocab", &EmbedArgs::vocab);
   cls.def_rw("width", &EmbedArgs::width);
   cls.def_rw("rows", &EmbedArgs::rows);

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kdecode.kernels.common import _native
-from kdecode.kernels.common.fused import refuse_rows, step_rows
+from kdecode.kernels.common.fused import refuse_rows, set_exchange, step_rows
 from kdecode.kernels.common.native import NativeStep, ptr
 from kdecode.kernels.contract import Buffers, Problem
 
@@ -26,4 +26,5 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     args.table = ptr(table, torch.bfloat16, (config.vocab_size, config.hidden_size))
     args.row_token = ptr(tokens, torch.int32, (rows,))
     args.prefix = ptr(prefix, torch.bfloat16, (rows, config.hidden_size))
+    set_exchange(args, problem, buffers, 2 * rows * config.hidden_size)
     return NativeStep(buffers.pool, problem.isa, "embed", args, (table, prefix, tokens))

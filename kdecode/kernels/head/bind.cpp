@@ -9,6 +9,7 @@ void bind_head(nb::module_& module) {
   bind_mix_norm(cls, &HeadArgs::mix);
   cls.def_rw("weight", &HeadArgs::weight);
   bind_pointer(cls, "logits", &HeadArgs::logits);
+  bind_exchange(cls);
 }
 
 }  // namespace kdecode

@@ -1,6 +1,7 @@
 // The end of the model: final mix, norm, logits.
 #pragma once
 
+#include "../common/exchange.h"
 #include "../common/native.h"
 #include "../common/residual.h"
 
@@ -10,8 +11,9 @@ class Worker;
 
 struct HeadArgs {
   MixNorm mix;
-  Tiles weight;             // [vocab, width]
-  float* logits = nullptr;  // [rows, vocab], bf16-rounded values
+  Tiles weight;             // [vocab, width], this rank's part of the vocabulary
+  float* logits = nullptr;  // [rows, vocab of all ranks], bf16-rounded values
+  SharedExchange* exchange = nullptr;  // null: this is the only rank
 };
 
 }  // namespace kdecode

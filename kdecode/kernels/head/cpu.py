@@ -10,6 +10,7 @@ from kdecode.kernels.common import _native
 from kdecode.kernels.common.fused import (
     refuse_mix_norm,
     refuse_rows,
+    set_exchange,
     set_mix_norm,
     step_rows,
     tiles_of,
@@ -25,7 +26,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedModel`."""
-    config = problem.config
+    config, rows = problem.config, step_rows(problem)
     args = _native.HeadArgs()
     used = set_mix_norm(
         args,
@@ -37,6 +38,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
         num_snapshots=config.num_snapshots,
     )
     args.weight = tiles_of("The head", weights.head, config.vocab_size, config.hidden_size)
-    args.logits = ptr(buffers["logits"], torch.float32, (step_rows(problem), config.vocab_size))
+    vocab_size = config.vocab_size * problem.ranks.size
+    args.logits = ptr(buffers["logits"], torch.float32, (rows, vocab_size))
+    set_exchange(args, problem, buffers, 2 * rows * config.vocab_size)
     alive = (*used, weights.head, buffers["logits"])
     return NativeStep(buffers.pool, problem.isa, "head", args, alive)

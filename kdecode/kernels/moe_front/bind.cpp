@@ -17,6 +17,7 @@ void bind_moe_front(nb::module_& module) {
   bind_pointer(cls, "route_weights", &MoeFrontArgs::route_weights);
   bind_pointer(cls, "latent", &MoeFrontArgs::latent);
   bind_pointer(cls, "shared_product", &MoeFrontArgs::shared_product);
+  bind_exchange(cls);
   cls.def_rw("routed_scaling", &MoeFrontArgs::routed_scaling);
   cls.def_rw("top_k", &MoeFrontArgs::top_k);
   cls.def_rw("is_renormalized", &MoeFrontArgs::is_renormalized);

@@ -1,5 +1,7 @@
 #include "cpu.h"
 
+#include <cstring>
+
 #include "../common/threads.h"
 
 namespace kdecode::KD_NS {
@@ -22,9 +24,14 @@ std::uint64_t best_of_block(const std::uint64_t* keys, int block, int experts) {
   return best;
 }
 
+int num_experts(const MoeFrontArgs& args) {
+  const int ranks = args.exchange == nullptr ? 1 : args.exchange->size();
+  return static_cast<int>(args.router.rows) * ranks;
+}
+
 // Sigmoid scores of one row -> its experts and their weights, which come from the scores without the bias.
 void route_row(const MoeFrontArgs& args, std::int64_t row) {
-  const int experts = static_cast<int>(args.router.rows);
+  const int experts = num_experts(args);
   const float* logits = args.router_logits + row * experts;
   float scores[kMaxExperts];
   std::uint64_t keys[kMaxExperts];
@@ -53,44 +60,68 @@ void route_row(const MoeFrontArgs& args, std::int64_t row) {
   }
 }
 
-void router_tile(const MoeFrontArgs& args, std::int64_t tile, const bf16* const* in) {
-  float sums[kMaxRows * kTileRows];
-  tile_dot(args.router, tile, args.mix.rows, in, sums);
-  const int columns = tile_width(args.router, tile);
-  for (int r = 0; r < args.mix.rows; ++r) {
-    float* out = args.router_logits + r * args.router.rows + tile * kTileRows;
-    for (int i = 0; i < columns; ++i) out[i] = sums[r * kTileRows + i];
+// The activated product of the shared experts.
+void shared_gate_up(const MoeFrontArgs& args, const Rows& in, Worker& worker) {
+  const std::int64_t width = args.shared_gate_up.rows / 2;
+  if (width == 0) return;
+  bf16* product[kMaxRows];
+  for (int r = 0; r < args.mix.rows; ++r) product[r] = args.shared_product + r * width;
+  worker.split(width / kTileRows, units_per_claim(2 * args.shared_gate_up.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t pair = first; pair < last; ++pair) {
+      gated_pair(args.shared_gate_up, pair, args.mix.rows, in.at, args.activation, product);
+    }
+  });
+}
+
+// This rank's rows of latent_down and of the router.
+void latents_and_logits(const MoeFrontArgs& args, const Rows& in, bf16* latent, float* logits, Worker& worker) {
+  if (args.latent_down.rows > 0) linear_tiles(args.latent_down, args.mix.rows, in.at, latent, worker);
+  worker.split(args.router.num_tiles(), 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t tile = first; tile < last; ++tile) {
+      linear_tile(args.router, tile, args.mix.rows, in.at, logits, args.router.rows);
+    }
+  });
+}
+
+// A row of every rank's part side by side.
+template <class T>
+void gather_row(const Parts& parts, std::int64_t bytes, std::int64_t row, std::int64_t width, T* out) {
+  for (int rank = 0; rank < parts.size(); ++rank) {
+    std::memcpy(out + (row * parts.size() + rank) * width, parts.of<T>(rank, bytes) + row * width, width * sizeof(T));
   }
+}
+
+// Logits and latents are exchanged together, while the shared experts' product is computed; then every rank selects.
+void route_of_ranks(const MoeFrontArgs& args, const Rows& in, Worker& worker) {
+  const int rows = args.mix.rows;
+  const std::int64_t latents = behind(rows * args.router.rows * std::int64_t{sizeof(float)});
+  Parts parts(*args.exchange, worker);
+  latents_and_logits(args, in, parts.mine<bf16>(latents), parts.mine<float>(), worker);
+  parts.publish();
+  shared_gate_up(args, in, worker);
+  parts.wait();
+  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row) {
+      gather_row(parts, 0, row, args.router.rows, args.router_logits);
+      if (args.latent_down.rows > 0) gather_row(parts, latents, row, args.latent_down.rows, args.latent);
+      route_row(args, row);
+    }
+  });
 }
 
 }  // namespace
 
 void moe_front(const MoeFrontArgs& args, Worker& worker) {
-  const int rows = args.mix.rows;
-  const std::int64_t width = args.mix.width;
-  const std::int64_t shared_width = args.shared_gate_up.rows / 2;
-
   mix_norm(args.mix, worker);
 
+  const Rows in(args.mix.norm_out, args.mix.rows, args.mix.width);
+  if (args.exchange != nullptr) return route_of_ranks(args, in, worker);
   // Three products of one input. The largest comes first, so that the last claims are the smallest matrix's.
-  const Rows in(args.mix.norm_out, rows, width);
-  bf16* product[kMaxRows];
-  for (int r = 0; r < rows; ++r) product[r] = args.shared_product + r * shared_width;
-  if (shared_width > 0) {
-    const std::int64_t bytes = 2 * args.shared_gate_up.tile_bytes();
-    worker.split(shared_width / kTileRows, units_per_claim(bytes), [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t pair = first; pair < last; ++pair) {
-        gated_pair(args.shared_gate_up, pair, rows, in.at, args.activation, product);
-      }
-    });
-  }
-  if (args.latent_down.rows > 0) linear_tiles(args.latent_down, rows, in.at, args.latent, worker);
-  worker.split(args.router.num_tiles(), 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t tile = first; tile < last; ++tile) router_tile(args, tile, in.at);
-  });
+  shared_gate_up(args, in, worker);
+  latents_and_logits(args, in, args.latent, args.router_logits, worker);
   worker.barrier();
 
-  worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
+  worker.split(args.mix.rows, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t row = first; row < last; ++row) route_row(args, row);
   });
 }

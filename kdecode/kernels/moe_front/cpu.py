@@ -12,8 +12,10 @@ from kdecode.kernels.common.fused import (
     MAX_TOP_K,
     refuse_gated_width,
     refuse_mix_norm,
+    refuse_parts,
     refuse_rows,
     set_activation,
+    set_exchange,
     set_mlp_mix_norm,
     step_rows,
     tiles_of,
@@ -35,12 +37,13 @@ def refuse(problem: Problem) -> list[str]:
             f"The native router selects 1 to {min(MAX_TOP_K, moe.num_experts)} of "
             f"{moe.num_experts} experts a row; the model selects {moe.top_k}."
         )
+    reasons += refuse_parts(problem, experts=moe.num_experts, latents=moe.latent_width or 0)
     return reasons + refuse_gated_width("The width of the shared experts", moe.shared_width)
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`."""
-    config, rows, moe = problem.config, step_rows(problem), weights.mlp
+    config, rows, moe, ranks = problem.config, step_rows(problem), weights.mlp, problem.ranks
     args = _native.MoeFrontArgs()
     used = set_mlp_mix_norm(args, problem, weights, buffers)
     used += _set_routing(args, problem, moe, buffers)
@@ -50,7 +53,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
         config.moe.shared_width,
     )
     if latent_width is not None:
-        args.latent_down = tiles_of("latent_down", moe.latent_down, latent_width, width)
+        own = ranks.part(latent_width)
+        args.latent_down = tiles_of("latent_down", moe.latent_down, own, width)
         args.latent = ptr(buffers["latent"], torch.bfloat16, (rows, latent_width))
         used.append(buffers["latent"])
     if shared_width:
@@ -60,6 +64,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
         )
         args.shared_product = ptr(buffers["shared_product"], torch.bfloat16, (rows, shared_width))
         used.append(buffers["shared_product"])
+    parts = 4 * rows * args.router.rows, 2 * rows * args.latent_down.rows
+    set_exchange(args, problem, buffers, *parts)
     return NativeStep(buffers.pool, problem.isa, "moe_front", args, (*used, moe))
 
 
@@ -68,7 +74,8 @@ def _set_routing(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> lis
     settings, rows = problem.config.moe, step_rows(problem)
     num_experts, top_k = settings.num_experts, settings.top_k
     logits = buffers.scratch("router_logits", (rows, num_experts), torch.float32)
-    args.router = tiles_of("The router", moe.router, num_experts, problem.config.hidden_size)
+    own = problem.ranks.part(num_experts)
+    args.router = tiles_of("The router", moe.router, own, problem.config.hidden_size)
     args.router_bias = ptr(moe.router_bias, torch.float32, (num_experts,))
     args.router_logits = ptr(logits, torch.float32, (rows, num_experts))
     args.route_ids = ptr(buffers["route_ids"], torch.int32, (rows, top_k))

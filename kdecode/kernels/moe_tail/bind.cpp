@@ -36,6 +36,8 @@ void bind_moe_tail(nb::module_& module) {
   bind_pointer(cls, "shared", &MoeTailArgs::shared);
   bind_pointer(cls, "mlp_delta", &MoeTailArgs::mlp_delta);
   bind_pointer(cls, "prefix", &MoeTailArgs::prefix);
+  bind_exchange(cls);
+  bind_pointer(cls, "expert_part", &MoeTailArgs::expert_part);
   cls.def_rw("eps", &MoeTailArgs::eps);
   cls.def_rw("rows", &MoeTailArgs::rows);
   cls.def_rw("top_k", &MoeTailArgs::top_k);

@@ -1,5 +1,7 @@
 #include "cpu.h"
 
+#include <cstring>
+
 #include "../common/residual.h"
 #include "../common/threads.h"
 
@@ -7,7 +9,6 @@ namespace kdecode::KD_NS {
 namespace {
 
 constexpr int kMaxPairs = kMaxRows * kMaxTopK;
-constexpr std::int64_t kColumns = 256;  // of one claim of the elementwise phases
 
 // The (row, slot) pairs of a step by expert, in the order of first use: an expert's weights are read once for all its rows.
 // A group has at most kMaxRows members whatever the ids are; an id outside [0, E) is in no group.
@@ -87,7 +88,16 @@ void experts_gate_up(const MoeTailArgs& args, const Groups& groups, Worker& work
   });
 }
 
-void experts_down(const MoeTailArgs& args, const Groups& groups, Worker& worker) {
+void shared_down(const MoeTailArgs& args, Worker& worker) {
+  const Tiles& w = args.shared_down;
+  if (w.rows == 0) return;
+  const Rows in(args.shared_product, args.rows, w.cols);
+  linear_tiles(w, args.rows, in.at, args.shared, worker);
+}
+
+// out[pair] = down of the pair's product, rounded if Out is bf16.
+template <class Out>
+void experts_down(const MoeTailArgs& args, const Groups& groups, Out* outputs, Worker& worker) {
   const Tiles* weights = args.expert_down->at.data();
   const std::int64_t per_group = weights[0].num_tiles();
   const std::int64_t claim = units_per_claim(weights[0].tile_bytes());
@@ -102,24 +112,22 @@ void experts_down(const MoeTailArgs& args, const Groups& groups, Worker& worker)
         tile_dot(w, tile, size, in, sums);
         const int columns = tile_width(w, tile);
         for (int i = 0; i < size; ++i) {
-          bf16* out = args.expert_out + groups.pairs(group)[i] * w.rows + tile * kTileRows;
-          for (int c = 0; c < columns; ++c) out[c] = round_bf16(sums[i * kTileRows + c]);
+          Out* out = outputs + groups.pairs(group)[i] * w.rows + tile * kTileRows;
+          for (int c = 0; c < columns; ++c) put(sums[i * kTileRows + c], out + c);
         }
       }
     });
   });
 }
 
-void shared_down(const MoeTailArgs& args, Worker& worker) {
-  const Tiles& w = args.shared_down;
-  if (w.rows == 0) return;
-  const Rows in(args.shared_product, args.rows, w.cols);
-  linear_tiles(w, args.rows, in.at, args.shared, worker);
-}
+inline float number(bf16 value) { return widen(value); }
+inline float number(float value) { return value; }
 
-// expert_sum of `columns` columns of one row, in the order of the route's slots.
-void sum_experts(const MoeTailArgs& args, std::int64_t row, std::int64_t start, int columns, std::int64_t in_width) {
-  float sums[kColumns] = {};
+// sums = the weighted outputs of one row's experts, `columns` columns from `start`, in the order of the route's slots.
+template <class Out>
+void sum_experts(const MoeTailArgs& args, const Out* outputs, std::int64_t row, std::int64_t start, int columns,
+                 std::int64_t in_width, float* sums) {
+  for (int c = 0; c < columns; ++c) sums[c] = 0.0f;
   for (int slot = 0; slot < args.top_k; ++slot) {
     const std::int64_t pair = row * args.top_k + slot;
     if (!is_expert(args, args.route_ids[pair])) {
@@ -127,11 +135,9 @@ void sum_experts(const MoeTailArgs& args, std::int64_t row, std::int64_t start, 
       continue;
     }
     const float weight = args.route_weights[pair];
-    const bf16* out = args.expert_out + pair * in_width + start;
-    for (int c = 0; c < columns; ++c) sums[c] = mul_add(weight, widen(out[c]), sums[c]);
+    const Out* out = outputs + pair * in_width + start;
+    for (int c = 0; c < columns; ++c) sums[c] = mul_add(weight, number(out[c]), sums[c]);
   }
-  bf16* sum = args.expert_sum + row * in_width + start;
-  for (int c = 0; c < columns; ++c) sum[c] = round_bf16(sums[c]);
 }
 
 // mlp_delta = bf16(routed + shared), prefix = bf16(prefix + mlp_delta), of `count` numbers from `at`.
@@ -143,31 +149,22 @@ void add_delta(const MoeTailArgs& args, const bf16* routed, std::int64_t at, int
   add_residual(args.mlp_delta + at, count, args.prefix + at);
 }
 
-// body(row, first column, number of columns) over a [rows, width] buffer.
-template <class Body>
-void split_columns(Worker& worker, std::int64_t rows, std::int64_t width, Body&& body) {
-  const std::int64_t blocks = (width + kColumns - 1) / kColumns;
-  worker.split(rows * blocks, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t i = first; i < last; ++i) {
-      const std::int64_t start = i % blocks * kColumns;
-      body(i / blocks, start, static_cast<int>(width - start < kColumns ? width - start : kColumns));
+// The input of latent_up, which any thread may read: expert_sum, normed where the model does.
+const bf16* norm_sums(const MoeTailArgs& args, Worker& worker) {
+  if (args.latent_norm == nullptr) return args.expert_sum;
+  const std::int64_t width = args.latent_up.cols;
+  worker.split(args.rows, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t row = first; row < last; ++row) {
+      rms_norm_row(args.expert_sum + row * width, args.latent_norm, args.eps, width, args.normed + row * width);
     }
   });
+  worker.barrier();
+  return args.normed;
 }
 
 void latent_up(const MoeTailArgs& args, Worker& worker) {
   const Tiles& w = args.latent_up;
-  const bf16* input = args.expert_sum;
-  if (args.latent_norm != nullptr) {
-    worker.split(args.rows, 1, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t row = first; row < last; ++row) {
-        rms_norm_row(args.expert_sum + row * w.cols, args.latent_norm, args.eps, w.cols, args.normed + row * w.cols);
-      }
-    });
-    worker.barrier();
-    input = args.normed;
-  }
-  const Rows in(input, args.rows, w.cols);
+  const Rows in(norm_sums(args, worker), args.rows, w.cols);
   worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) {
       linear_tile(w, tile, args.rows, in.at, args.routed, args.width);
@@ -178,24 +175,82 @@ void latent_up(const MoeTailArgs& args, Worker& worker) {
   });
 }
 
+// `in` is the input of all ranks; each has its own rows of the matrix.
+void latent_up_of_ranks(const MoeTailArgs& args, const Rows& in, Worker& worker) {
+  const std::int64_t own = args.latent_up.rows;
+  Parts parts(*args.exchange, worker);
+  linear_tiles(args.latent_up, args.rows, in.at, parts.mine<bf16>(), worker);
+  parts.complete();
+  split_parts(worker, args.rows, parts.size(), own, [&](std::int64_t row, int rank, std::int64_t start, int columns) {
+    const std::int64_t at = row * args.width + rank * own + start;
+    std::memcpy(args.routed + at, parts.of<bf16>(rank) + row * own + start, columns * sizeof(bf16));
+    add_delta(args, args.routed, at, columns);
+  });
+}
+
+// From the activated products of the experts on. Each rank has a part of every expert's width and of the shared experts', so that
+// both sums are exchanged: unrounded, also an expert's own output, which no rank has whole.
+void sums_of_ranks(const MoeTailArgs& args, const Groups& groups, Worker& worker) {
+  const std::int64_t in_width = args.expert_down->at.data()[0].rows, rows = args.rows;
+  const std::int64_t shared = behind(rows * in_width * std::int64_t{sizeof(float)});
+  const bool is_latent = args.latent_up.rows > 0, has_shared = args.shared_down.rows > 0;
+  Parts parts(*args.exchange, worker);
+  if (has_shared) {
+    const Rows in(args.shared_product, args.rows, args.shared_down.cols);
+    linear_tiles(args.shared_down, args.rows, in.at, parts.mine<float>(shared), worker);
+  }
+  worker.barrier();
+
+  experts_down(args, groups, args.expert_part, worker);
+  worker.barrier();
+
+  split_columns(worker, rows, in_width, [&](std::int64_t row, std::int64_t start, int columns) {
+    sum_experts(args, args.expert_part, row, start, columns, in_width, parts.mine<float>() + row * in_width + start);
+  });
+  parts.complete();
+
+  split_columns(worker, rows, in_width, [&](std::int64_t row, std::int64_t start, int columns) {
+    const std::int64_t at = row * in_width + start;
+    sum_parts(parts, 0, at, columns, args.expert_sum + at);
+  });
+  if (has_shared) {
+    split_columns(worker, rows, args.width, [&](std::int64_t row, std::int64_t start, int columns) {
+      const std::int64_t at = row * args.width + start;
+      sum_parts(parts, shared, at, columns, args.shared + at);
+    });
+  }
+  worker.barrier();
+
+  if (is_latent) {
+    return latent_up_of_ranks(args, Rows(norm_sums(args, worker), args.rows, in_width), worker);
+  }
+  split_columns(worker, rows, in_width, [&](std::int64_t row, std::int64_t start, int columns) {
+    add_delta(args, args.expert_sum, row * in_width + start, columns);
+  });
+}
+
 }  // namespace
 
 void moe_tail(const MoeTailArgs& args, Worker& worker) {
   Groups groups;
   build_groups(args, groups);
   experts_gate_up(args, groups, worker);
+  if (args.exchange != nullptr) return sums_of_ranks(args, groups, worker);
   // Independent of the experts: whoever finds no more of their work takes this.
   shared_down(args, worker);
   worker.barrier();
 
-  experts_down(args, groups, worker);
+  experts_down(args, groups, args.expert_out, worker);
   worker.barrier();
 
   const std::int64_t in_width = args.expert_down->at.data()[0].rows;
   const bool is_latent = args.latent_up.rows > 0;
   split_columns(worker, args.rows, in_width, [&](std::int64_t row, std::int64_t start, int columns) {
-    sum_experts(args, row, start, columns, in_width);
-    if (!is_latent) add_delta(args, args.expert_sum, row * in_width + start, columns);
+    const std::int64_t at = row * in_width + start;
+    float sums[kClaimColumns];
+    sum_experts(args, args.expert_out, row, start, columns, in_width, sums);
+    for (int c = 0; c < columns; ++c) args.expert_sum[at + c] = round_bf16(sums[c]);
+    if (!is_latent) add_delta(args, args.expert_sum, at, columns);
   });
   if (!is_latent) return;
   worker.barrier();

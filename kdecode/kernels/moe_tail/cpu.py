@@ -12,8 +12,10 @@ from kdecode.kernels.common.fused import (
     MAX_EXPERTS,
     MAX_TOP_K,
     refuse_gated_width,
+    refuse_parts,
     refuse_rows,
     set_activation,
+    set_exchange,
     step_rows,
     tiles_of,
 )
@@ -39,6 +41,8 @@ def refuse(problem: Problem) -> list[str]:
             f"The native experts step takes 1 to {MAX_TOP_K} experts a row; "
             f"the model selects {moe.top_k}."
         )
+    if moe.latent_width is not None:
+        reasons += refuse_parts(problem, columns_of_the_model=problem.config.hidden_size)
     reasons += refuse_gated_width("The width of an expert", moe.expert_width)
     group = _COLUMN_GROUP[moe.expert_format]
     in_width = _in_width(problem)
@@ -63,6 +67,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
         used += _set_latent_up(args, problem, moe, buffers)
     if config.moe.num_shared:
         used += _set_shared(args, problem, moe, buffers)
+    parts = 4 * rows * _in_width(problem), 4 * rows * args.shared_down.rows
+    set_exchange(args, problem, buffers, *parts)
     args.mlp_delta = ptr(buffers["mlp_delta"], BF16, (rows, width))
     args.prefix = ptr(buffers["prefix"], BF16, (rows, width))
     alive = (*used, moe, buffers["mlp_delta"], buffers["prefix"])
@@ -102,22 +108,34 @@ def _set_experts(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> lis
     )
     source = buffers["mlp_in" if settings.latent_width is None else "latent"]
     product = buffers.scratch("expert_product", (rows * top_k, settings.expert_width))
-    outputs = buffers.scratch("expert_out", (rows * top_k, in_width))
+    outputs = _set_outputs(args, problem, buffers)
     ids, route_weights = buffers["route_ids"], buffers["route_weights"]
     args.top_k = top_k
     args.expert_in = ptr(source, BF16, (rows, in_width))
     args.route_ids = ptr(ids, torch.int32, (rows, top_k))
     args.route_weights = ptr(route_weights, torch.float32, (rows, top_k))
     args.expert_product = ptr(product, BF16, tuple(product.shape))
-    args.expert_out = ptr(outputs, BF16, tuple(outputs.shape))
     args.expert_sum = ptr(buffers["expert_sum"], BF16, (rows, in_width))
     return [source, product, outputs, ids, route_weights, buffers["expert_sum"]]
+
+
+def _set_outputs(args: Any, problem: Problem, buffers: Buffers) -> torch.Tensor:
+    """Scratch of every expert's output: of several ranks it is a part, and is not rounded."""
+    shape = (step_rows(problem) * problem.config.moe.top_k, _in_width(problem))
+    if problem.ranks.is_alone:
+        outputs = buffers.scratch("expert_out", shape)
+        args.expert_out = ptr(outputs, BF16, shape)
+    else:
+        outputs = buffers.scratch("expert_part", shape, torch.float32)
+        args.expert_part = ptr(outputs, torch.float32, shape)
+    return outputs
 
 
 def _set_latent_up(args: Any, problem: Problem, moe: Any, buffers: Buffers) -> list[torch.Tensor]:
     """Norm of the summed experts and the way back to the model width."""
     rows, in_width, width = step_rows(problem), _in_width(problem), problem.config.hidden_size
-    args.latent_up = tiles_of("latent_up", moe.latent_up, width, in_width)
+    own = problem.ranks.part(width)
+    args.latent_up = tiles_of("latent_up", moe.latent_up, own, in_width)
     args.routed = ptr(buffers["routed"], BF16, (rows, width))
     used = [buffers["routed"]]
     if moe.latent_norm is not None:
