@@ -27,6 +27,8 @@ void bind_mla_front(nb::module_& module) {
   bind_pointer(cls, "attn_out", &MlaFrontArgs::attn_out);
   bind_pointer(cls, "split_stats", &MlaFrontArgs::split_stats);
   bind_pointer(cls, "split_sums", &MlaFrontArgs::split_sums);
+  bind_exchange(cls);
+  cls.def_rw("interleave", &MlaFrontArgs::interleave);
   cls.def_rw("latent_eps", &MlaFrontArgs::latent_eps);
   cls.def_rw("softmax_scale", &MlaFrontArgs::softmax_scale);
   cls.def_rw("has_gate", &MlaFrontArgs::has_gate);
@@ -35,7 +37,7 @@ void bind_mla_front(nb::module_& module) {
   cls.def_rw("nope_dim", &MlaFrontArgs::nope_dim);
   cls.def_rw("rope_dim", &MlaFrontArgs::rope_dim);
   cls.def_rw("v_dim", &MlaFrontArgs::v_dim);
-  cls.def_rw("page_tokens", &MlaFrontArgs::page_tokens);
+  cls.def_rw("page_rows", &MlaFrontArgs::page_rows);
   cls.def_rw("max_pages", &MlaFrontArgs::max_pages);
   cls.def_rw("split_tokens", &MlaFrontArgs::split_tokens);
   cls.def_rw("max_splits", &MlaFrontArgs::max_splits);

@@ -5,6 +5,8 @@
 #include "../common/rotate.h"
 #include "../common/attention.h"
 #include "../common/tile_ops.h"
+#include "pieces.h"
+#include "rows.h"
 
 namespace kdecode::KD_NS {
 namespace {
@@ -15,36 +17,23 @@ constexpr int kUnitsPerThread = 4;     // so that the threads finish together
 
 static_assert(kMaxMlaWidth <= kMaxQueryWidth, "a cache row is a key");
 
-struct Shape {
-  explicit Shape(const MlaFrontArgs& args)
-      : cache_width(args.kv_rank + args.rope_dim),
-        qk_dim(args.nope_dim + args.rope_dim),
-        query_width(args.q_b.data != nullptr ? args.q_b.cols : std::int64_t{args.heads} * qk_dim) {}
-  int cache_width, qk_dim;
-  std::int64_t query_width;  // columns of the query in mla_proj; the latent comes next
-};
-
-inline std::int64_t cache_row(const MlaFrontArgs& args, int row, std::int64_t token) {
-  const std::int64_t page = args.row_pages[std::int64_t{row} * args.max_pages + token / args.page_tokens];
-  return page * args.page_tokens + token % args.page_tokens;
-}
-
-// Tokens that a row sees.
-inline std::int64_t context_tokens(const MlaFrontArgs& args, int row) {
-  return args.row_context == nullptr ? std::int64_t{args.row_position[row]} + 1 : args.row_context[row];
-}
-
 // The rope part of a query or cache row, turned by the row's position where the plan has rotations.
 void copy_rope(const MlaFrontArgs& args, int row, const bf16* x, bf16* out) {
   const float* const rotation = args.row_rotation;
   rotate_pairs(x, rotation == nullptr ? nullptr : rotation + std::int64_t{row} * args.rope_dim, args.rope_dim, out);
 }
 
-// The row's own cache row: normed latent, then the rope part.
+// The row's own cache row, where it is kept here: normed latent, then the rope part.
 void insert_row(const MlaFrontArgs& args, int row) {
   const Shape shape(args);
+  std::int64_t index = args.row_position[row];
+  if (args.exchange != nullptr) {
+    const Share share(args);
+    if (!share.has(index)) return;
+    index = share.index(index);
+  }
   const bf16* const latent = args.mla_proj + row * args.in_proj.rows + shape.query_width;
-  const std::int64_t at = cache_row(args, row, args.row_position[row]) * shape.cache_width;
+  const std::int64_t at = cache_row(args, row, index) * shape.cache_width;
   bf16 wide[kMaxMlaWidth];
   bf16* const out = args.fp8_values == nullptr ? static_cast<bf16*>(args.pages) + at : wide;
   rms_norm_row(latent, args.kv_norm, args.latent_eps, args.kv_rank, out);
@@ -112,44 +101,42 @@ inline void dequantise(const fp8* codes, const bf16* values, int count, bf16* ou
 #endif
 }
 
-// Rows [first, last) of one request: the last one's pages hold the context of all, in tokens up to `length`.
+// The queries of all heads, [rows, heads, kv_rank + rope_dim] on the rank that has them.
+class Queries {
+ public:
+  // parts: where the ranks have given each other theirs; null: all heads are this rank's.
+  Queries(const MlaFrontArgs& args, const Parts* parts) : args_(args), parts_(parts) {}
+
+  const bf16* at(int row, int head) const {
+    const bf16* const queries = parts_ == nullptr ? args_.mla_query : parts_->of<bf16>(head / args_.heads);
+    return queries + (std::int64_t{row} * args_.heads + head % args_.heads) * Shape(args_).cache_width;
+  }
+
+ private:
+  const MlaFrontArgs& args_;
+  const Parts* parts_;
+};
+
+// Gives the other ranks a head's queries.
+void give_queries(const MlaFrontArgs& args, int head, bf16* out) {
+  const std::int64_t width = Shape(args).cache_width;
+  for (int r = 0; r < args.mix.rows; ++r) {
+    const std::int64_t at = (std::int64_t{r} * args.heads + head) * width;
+    std::memcpy(out + at, args.mla_query + at, width * sizeof(bf16));
+  }
+}
+
+// Rows [first, last) of one request: the last one's pages hold the context of all, in cache rows up to `length`.
 struct Group {
   int first, last;
   std::int64_t length;
 };
 
-int num_splits(const MlaFrontArgs& args, int row) {
-  return static_cast<int>((context_tokens(args, row) - 1) / args.split_tokens + 1);
-}
-
-// mla_latent of one head and row from its splits, in their order.
-void combine_splits(const MlaFrontArgs& args, int row, int head) {
-  const int rank = args.kv_rank, splits = num_splits(args, row);
-  const std::int64_t first = std::int64_t{row} * args.max_splits * args.heads + head;
-  float highest = -__builtin_inff();
-  for (int s = 0; s < splits; ++s) {
-    const float top = args.split_stats[(first + std::int64_t{s} * args.heads) * 2];
-    highest = top > highest ? top : highest;
-  }
-  float total = 0.0f;
-  alignas(64) float latent[kMaxMlaWidth];
-  for (int i = 0; i < rank; ++i) latent[i] = 0.0f;
-  for (int s = 0; s < splits; ++s) {
-    const std::int64_t slot = first + std::int64_t{s} * args.heads;
-    const float weight = exp(args.split_stats[slot * 2] - highest);
-    total = mul_add(weight, args.split_stats[slot * 2 + 1], total);
-    const float* const sums = args.split_sums + slot * rank;
-    for (int i = 0; i < rank; ++i) latent[i] = mul_add(weight, sums[i], latent[i]);
-  }
-  bf16* const out = args.mla_latent + (std::int64_t{row} * args.heads + head) * rank;
-  for (int i = 0; i < rank; ++i) out[i] = round_bf16(latent[i] / total);
-}
-
-// attn_out of one head, all rows: combined latents, W_UV, gate; rounded once.
-void value_head(const MlaFrontArgs& args, int head) {
+// attn_out of one head, all rows: finished latents, W_UV, gate; rounded once.
+void value_head(const MlaFrontArgs& args, const Parts* parts, int head) {
   const Shape shape(args);
   const int rows = args.mix.rows;
-  for (int r = 0; r < rows; ++r) combine_splits(args, r, head);
+  for (int r = 0; r < rows; ++r) finish_latent(args, parts, r, head);
   const Rows latents(args.mla_latent + std::int64_t{head} * args.kv_rank, rows, std::int64_t{args.heads} * args.kv_rank);
   const std::int64_t gate_column = shape.query_width + shape.cache_width;
   float sums[kMaxRows * kTileRows];
@@ -172,9 +159,9 @@ int group_rows(const MlaFrontArgs& args, Group* groups) {
   int count = 0;
   for (int row = 0; row < args.mix.rows; ++row) {
     const std::int32_t* const pages = args.row_pages + std::int64_t{row} * args.max_pages;
-    const std::int64_t length = context_tokens(args, row);
+    const std::int64_t length = seen_rows(args, row);
     if (row > 0 && length >= groups[count - 1].length) {
-      const std::int64_t shared = (groups[count - 1].length - 1) / args.page_tokens + 1;
+      const std::int64_t shared = (groups[count - 1].length - 1) / args.page_rows + 1;
       if (std::memcmp(pages - args.max_pages, pages, shared * sizeof(*pages)) == 0) {
         groups[count - 1].last = row + 1;
         groups[count - 1].length = length;
@@ -196,7 +183,7 @@ struct Units {
 
   int splits(const MlaFrontArgs& args, const Group& group) const { return num_splits(args, group.last - 1); }
   int pieces(const MlaFrontArgs& args, const Group& group) const {
-    return ((group.last - group.first) * args.heads + lanes - 1) / lanes;
+    return ((group.last - group.first) * Shape(args).all_heads + lanes - 1) / lanes;
   }
   std::int64_t count(const MlaFrontArgs& args) const {
     std::int64_t total = 0;
@@ -212,14 +199,14 @@ struct Units {
 // Some lanes of one group, and the buffers of whoever attends to them.
 class Attention {
  public:
-  explicit Attention(const MlaFrontArgs& args) : args_(args), shape_(args) {}
+  Attention(const MlaFrontArgs& args, const Queries& queries) : args_(args), shape_(args), of_heads_(queries) {}
 
   void set(const Group& group, int first_lane, int lanes) {
     if (first_lane_ == first_lane && group_.first == group.first && group_.last == group.last) return;
     group_ = group, first_lane_ = first_lane, lanes_ = lanes;
     for (int b = 0; b * kLaneBlock < lanes; ++b) {
       const bf16* query[kLaneBlock];
-      for (int i = 0; i < block_lanes(b); ++i) query[i] = args_.mla_query + slot(b, i, 0, 1) * shape_.cache_width;
+      for (int i = 0; i < block_lanes(b); ++i) query[i] = of_heads_.at(row_of(b, i), head_of(b, i));
       queries_[b].set(query, block_lanes(b), shape_.cache_width);
     }
   }
@@ -237,7 +224,7 @@ class Attention {
     }
     for (int b = 0; b * kLaneBlock < lanes_; ++b) {
       for (int i = 0; i < block_lanes(b); ++i) {
-        float* const stats = args_.split_stats + slot(b, i, split, args_.max_splits) * 2;
+        float* const stats = args_.split_stats + slot(b, i, split) * 2;
         stats[0] = softmax[b].highest[i];
         stats[1] = softmax[b].total[i];
       }
@@ -249,11 +236,11 @@ class Attention {
     const int left = lanes_ - block * kLaneBlock;
     return left < kLaneBlock ? left : kLaneBlock;
   }
-  int row_of(int block, int i) const { return group_.first + (first_lane_ + block * kLaneBlock + i) / args_.heads; }
-  // Of a buffer [rows, splits, heads].
-  std::int64_t slot(int block, int i, int split, int splits) const {
-    const int head = (first_lane_ + block * kLaneBlock + i) % args_.heads;
-    return (std::int64_t{row_of(block, i)} * splits + split) * args_.heads + head;
+  int row_of(int block, int i) const { return group_.first + (first_lane_ + block * kLaneBlock + i) / shape_.all_heads; }
+  int head_of(int block, int i) const { return (first_lane_ + block * kLaneBlock + i) % shape_.all_heads; }
+  // Of a buffer [rows, max_splits, heads].
+  std::int64_t slot(int block, int i, int split) const {
+    return (std::int64_t{row_of(block, i)} * args_.max_splits + split) * shape_.all_heads + head_of(block, i);
   }
 
   // Addresses of `count` cache rows as bf16; those of an fp8 cache are dequantised. The list is filled up with the last row, so
@@ -287,7 +274,7 @@ class Attention {
   void score(int block, std::int64_t first, int count) {
     queries_[block].scores(token_, (count + kScoreTokens - 1) / kScoreTokens * kScoreTokens, scores_);
     for (int i = 0; i < block_lanes(block); ++i) {
-      const std::int64_t seen = context_tokens(args_, row_of(block, i)) - first;
+      const std::int64_t seen = seen_rows(args_, row_of(block, i)) - first;
       for (std::int64_t t = seen > 0 ? seen : 0; t < count; ++t) scores_[t * kLaneBlock + i] = -__builtin_inff();
     }
   }
@@ -296,12 +283,13 @@ class Attention {
     score(block, first, count);
     softmax.round(scores_, count, args_.softmax_scale);
     float* sums[kLaneBlock];
-    for (int i = 0; i < block_lanes(block); ++i) sums[i] = args_.split_sums + slot(block, i, split, args_.max_splits) * args_.kv_rank;
+    for (int i = 0; i < block_lanes(block); ++i) sums[i] = args_.split_sums + slot(block, i, split) * args_.kv_rank;
     add_round({token_, count, scores_, softmax.kept, sums, is_first}, block_lanes(block), args_.kv_rank, ahead_);
   }
 
   const MlaFrontArgs& args_;
   const Shape shape_;
+  const Queries of_heads_;
   Group group_{-1, -1, 0};
   int first_lane_ = 0, lanes_ = 0;
   const bf16* token_[kTokenBlock];
@@ -311,16 +299,16 @@ class Attention {
   QueryBlock queries_[kUnitBlocks];
 };
 
-// Attention of all lanes of the step, by splits; combine_splits adds them up.
-void attend(const MlaFrontArgs& args, Worker& worker) {
+// Attention of all lanes of the step to the rows that are here, by splits; add_splits adds them up.
+void attend(const MlaFrontArgs& args, const Queries& queries, Worker& worker) {
   const Units units(args, worker.count());
   const std::int64_t count = units.count(args), claim = count / (kUnitsPerThread * worker.count());
-  Attention attention(args);
+  Attention attention(args, queries);
   worker.split(count, claim > 1 ? claim : 1, [&](std::int64_t first, std::int64_t last) {
     std::int64_t begin = 0;
     for (int g = 0; g < units.num_groups && begin < last; ++g) {
       const Group& group = units.groups[g];
-      const int splits = units.splits(args, group), lanes = (group.last - group.first) * args.heads;
+      const int splits = units.splits(args, group), lanes = (group.last - group.first) * Shape(args).all_heads;
       const std::int64_t end = begin + std::int64_t{splits} * units.pieces(args, group);
       for (std::int64_t unit = first > begin ? first : begin; unit < last && unit < end; ++unit) {
         const int lane = static_cast<int>((unit - begin) / splits) * units.lanes;
@@ -329,6 +317,33 @@ void attend(const MlaFrontArgs& args, Worker& worker) {
       }
       begin = end;
     }
+  });
+}
+
+// The attention of ranks that have some of the context each: queries go to where the rows are, and what is found there comes
+// back. Every rank adds up what it gets in the order of the ranks.
+void attend_of_ranks(const MlaFrontArgs& args, Worker& worker) {
+  Parts queries(*args.exchange, worker);
+  worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t head = first; head < last; ++head) {
+      query_head(args, static_cast<int>(head));
+      give_queries(args, static_cast<int>(head), queries.mine<bf16>());
+    }
+  });
+  queries.complete();
+  attend(args, Queries(args, &queries), worker);
+  worker.barrier();
+
+  const Given given(args);
+  Parts parts(*args.exchange, worker);
+  worker.split(given.slot(args.mix.rows, 0), args.heads, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      given.give(parts, static_cast<int>(i / given.heads), static_cast<int>(i % given.heads));
+    }
+  });
+  parts.complete();
+  worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t head = first; head < last; ++head) value_head(args, &parts, static_cast<int>(head));
   });
 }
 
@@ -349,17 +364,18 @@ void mla_front(const MlaFrontArgs& args, Worker& worker) {
     }
   });
   worker.barrier();
+  if (args.exchange != nullptr) return attend_of_ranks(args, worker);
 
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t head = first; head < last; ++head) query_head(args, static_cast<int>(head));
   });
   worker.barrier();
 
-  attend(args, worker);
+  attend(args, Queries(args, nullptr), worker);
   worker.barrier();
 
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t head = first; head < last; ++head) value_head(args, static_cast<int>(head));
+    for (std::int64_t head = first; head < last; ++head) value_head(args, nullptr, static_cast<int>(head));
   });
 }
 

@@ -12,6 +12,7 @@ from kdecode.kernels.common.fused import (
     refuse_mix_norm,
     refuse_rows,
     set_attn_mix_norm,
+    set_exchange,
     step_rows,
     tiles_of,
 )
@@ -85,8 +86,21 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> NativeStep:
     used += _set_cache(args, problem, buffers)
     used += _set_values(args, problem, buffers)
     used += _set_splits(args, problem, buffers)
+    if not problem.context.is_whole:
+        args.interleave = problem.context.interleave
+        set_exchange(args, problem, buffers, *exchanged_arrays(problem))
     alive = (*used, weights.attention)
     return NativeStep(buffers.pool, problem.isa, "mla_front", args, alive)
+
+
+def exchanged_arrays(problem: Problem) -> tuple[int, ...]:
+    """Bytes of the arrays of the largest part that ranks which share a context give each other.
+
+    They are sums and, behind them, statistics of every row and head; queries are fewer bytes.
+    """
+    mla = problem.config.mla
+    lanes = step_rows(problem) * mla.num_heads * problem.context.ranks.size
+    return 4 * lanes * mla.kv_rank, 4 * lanes * 2
 
 
 def split_tokens(max_context_tokens: int) -> int:
@@ -113,8 +127,9 @@ def _set_cache(args: Any, problem: Problem, buffers: Buffers) -> list[torch.Tens
     """Pages of this layer and where the rows' are; returns the tensors that must stay alive."""
     rows, layer = step_rows(problem), problem.layer
     pages, table = buffers.caches.pages[layer], buffers["row_pages"]
-    shape = (pages.shape[0], problem.page_tokens, problem.config.mla.cache_width)
-    args.page_tokens, args.max_pages = problem.page_tokens, table.shape[1]
+    page_rows = problem.context.page_rows(problem.page_tokens)
+    shape = (pages.shape[0], page_rows, problem.config.mla.cache_width)
+    args.page_rows, args.max_pages = page_rows, table.shape[1]
     args.pages = ptr(pages, CACHE_DTYPES[problem.cache_dtype], shape)
     args.row_position = ptr(buffers["row_position"], INT32, (rows,))
     args.row_pages = ptr(table, INT32, (rows, table.shape[1]))
@@ -154,10 +169,12 @@ def _set_values(args: Any, problem: Problem, buffers: Buffers) -> list[torch.Ten
 
 def _set_splits(args: Any, problem: Problem, buffers: Buffers) -> list[torch.Tensor]:
     """Scratch of the context's splits; returns the tensors that must stay alive."""
-    mla, rows = problem.config.mla, step_rows(problem)
-    args.split_tokens = split_tokens(problem.max_context_tokens)
-    args.max_splits = -(-problem.max_context_tokens // args.split_tokens)
-    lead = (rows, args.max_splits, mla.num_heads)
+    mla, rows, context = problem.config.mla, step_rows(problem), problem.context
+    # Of the rows that are here, for the heads of everyone who has them here.
+    longest = context.padded_length(problem.max_context_tokens)
+    args.split_tokens = split_tokens(longest)
+    args.max_splits = -(-longest // args.split_tokens)
+    lead = (rows, args.max_splits, mla.num_heads * context.ranks.size)
     stats = buffers.scratch("mla_split_stats", (*lead, 2), FP32)
     sums = buffers.scratch("mla_split_sums", (*lead, mla.kv_rank), FP32)
     args.split_stats = ptr(stats, FP32, (*lead, 2))

@@ -22,9 +22,15 @@ of an online softmax; splits are added up in their order. So the result depends 
 number of threads nor on the other rows. Rows of one request that follow each other read each split
 once for all of them.
 
+Of ranks that share the positions of a context (``Problem.context``) each has the heads of its own
+and some of the cache rows: a row is inserted where it belongs, every rank gets the queries of all
+heads, attends to the rows that it has, and gives the other ranks what it found for their heads:
+weighted sums, and of their weights the largest score and the sum. Whoever has a head adds these up
+in the order of the ranks, as it would splits. mla_query and mla_latent are of its own heads.
+
 Phases: mix and norm (rows are split) | tiles of in_proj | query and latent norm, insert (rows) |
 q_b and W_UK (heads) | attention (splits, for some heads of a request's rows) | sum of splits, W_UV,
-gate (heads).
+gate (heads). Ranks that share a context exchange queries before the attention and sums behind it.
 """
 
 from __future__ import annotations
