@@ -8,7 +8,6 @@ printed is `bench.peers`'s. Does not know which servers these are.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +44,7 @@ class ServerPass:
     tokens_per_chunk: float
 
 
-def measure_servers(
+async def measure_servers(
     clients: Sequence[Client],
     work: ServerWork,
     concurrencies: Sequence[int],
@@ -59,9 +58,9 @@ def measure_servers(
     forwards = list(range(len(clients)))
     passes = []
     for concurrency in concurrencies:
-        for place, client in enumerate(clients):
+        for client in clients:
             progress(f"warm-up, {concurrency} at a time: {client.name}")
-            _pass(client, work, concurrency, seed=-1, place=(0, place))
+            await _pass(client, work, concurrency, seed=-1)
         for block in range(blocks):
             for half, order in enumerate((forwards, forwards[::-1])):
                 for arm in order:
@@ -69,13 +68,13 @@ def measure_servers(
                     progress(f"{concurrency} at a time, block {block + 1} of {blocks}: {name}")
                     # The same prompts for every server, and new ones for each half of a block.
                     seed = concurrency * 10_000 + 2 * block + half
-                    passes.append(_pass(clients[arm], work, concurrency, seed, (block, arm)))
+                    found = await _pass(clients[arm], work, concurrency, seed)
+                    passes.append(_figures(clients[arm], found, concurrency, (block, arm)))
     return passes
 
 
-def _pass(
-    client: Client, work: ServerWork, concurrency: int, seed: int, place: tuple[int, int]
-) -> ServerPass:
+async def _pass(client: Client, work: ServerWork, concurrency: int, seed: int) -> PassResult:
+    """Raises MetricError where a request failed."""
     workload = fixed(
         work.requests_per_slot * concurrency,
         work.prompt_tokens,
@@ -83,19 +82,19 @@ def _pass(
         work.tokens,
         seed=seed,
     )
-    result = asyncio.run(run_pass(client, workload, Load(concurrency=concurrency)))
-    return _figures(client, result, concurrency, place)
-
-
-def _figures(
-    client: Client, result: PassResult, concurrency: int, place: tuple[int, int]
-) -> ServerPass:
+    result = await run_pass(client, workload, Load(concurrency=concurrency))
     errors = [record.error for record in result.records if record.error is not None]
     if errors:
         raise MetricError(
             f"{client.name}: {len(errors)} of {result.planned} requests failed; the first: "
             f"{errors[0]}"
         )
+    return result
+
+
+def _figures(
+    client: Client, result: PassResult, concurrency: int, place: tuple[int, int]
+) -> ServerPass:
     found = summarize_passes([result], ServerCounts(), Limits(), concurrency)
     speed, gaps, ttft = found.output_tps, found.icl_s, found.ttft_s
     if speed is None or gaps is None or ttft is None or found.tokens_per_chunk is None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kdecode.commands.common import InputError, ProgressBar, model_directory, table
+from kdecode.commands.process import until_signal
 from kdecode.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.bench.llama_cpp import PeerError
     from kdecode.bench.machine import read_machine
     from kdecode.bench.metrics import MetricError
-    from kdecode.bench.serving.launch import LaunchError
+    from kdecode.bench.serving.launch import LaunchError, free_ports
     from kdecode.commands.bench_peers import Check, Files, backends
     from kdecode.model.gguf_tensors import GgufError
 
@@ -56,8 +56,13 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     try:
         with Files.open(args, directory) as files:
             agreement = Check(args, files, bar).agreement
-            ours = [_own_server(args, files, backend) for backend in backends(args)]
-            peers = [_llama_server(args, files, name, bar) for name in files.names]
+            backend_names = backends(args)
+            for name in files.names:
+                files.path(_kind(name), bar)
+            # Chosen right before they are used.
+            ports = iter(free_ports(len(backend_names) + len(files.names)))
+            ours = [_own_server(args, files, name, next(ports)) for name in backend_names]
+            peers = [_llama_server(args, files, name, next(ports), bar) for name in files.names]
             arms = [*ours, *peers]
             passes = _measure(args, files, arms, bar)
     except (GgufError, PeerError, LaunchError, MetricError) as error:
@@ -78,39 +83,23 @@ def _measure(
     from kdecode.bench.server_peers import ServerWork, measure_servers
     from kdecode.bench.serving.client import Client
     from kdecode.bench.serving.http import Target
+    from kdecode.bench.serving.launch import launched
     from kdecode.bench.workloads.synthetic import TokenRange
 
     # Ordinary tokens of every vocabulary.
     tokens = TokenRange(256, min(files.config.vocab_size // 2, 8192))
     work = ServerWork(args.context_tokens, args.output_tokens, args.requests_per_slot, tokens)
     clients = [Client(arm.name, Target.from_url(arm.launch.url), arm.model) for arm in arms]
-    with ExitStack() as stack:
-        for arm in arms:
-            bar.message(f"starting {arm.name}")
-            stack.enter_context(_running(arm.launch))
-        return measure_servers(clients, work, args.concurrency, args.blocks, bar.message)
 
+    async def run() -> list[ServerPass]:
+        async with AsyncExitStack() as servers:
+            for arm in arms:
+                bar.message(f"starting {arm.name}")
+                await servers.enter_async_context(launched(arm.launch))
+            return await measure_servers(clients, work, args.concurrency, args.blocks, bar.message)
 
-@contextmanager
-def _running(launch: Launch) -> Iterator[None]:
-    """The server, whose asyncio loop runs in a thread of its own until the block is left."""
-    from kdecode.bench.serving.launch import launched
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    server = launched(launch)
-    try:
-        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
-        try:
-            yield
-        finally:
-            end = server.__aexit__(None, None, None)
-            asyncio.run_coroutine_threadsafe(end, loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    # A signal ends the servers, too.
+    return asyncio.run(until_signal(run()))
 
 
 def _most(args: argparse.Namespace) -> tuple[int, int]:
@@ -119,13 +108,12 @@ def _most(args: argparse.Namespace) -> tuple[int, int]:
     return max(args.concurrency), needed + 256 - needed % 128
 
 
-def _own_server(args: argparse.Namespace, files: Files, backend: str) -> ServerArm:
+def _own_server(args: argparse.Namespace, files: Files, backend: str, port: int) -> ServerArm:
     from importlib import metadata
 
-    from kdecode.bench.serving.launch import Launch, free_port
+    from kdecode.bench.serving.launch import Launch
 
     slots, context = _most(args)
-    port = free_port()
     command = [sys.executable, "-P", "-m", "kdecode.cli", "serve", str(files.directory)]
     command += ["--port", str(port), "--decode-backend", backend]
     command += ["--max-num-seqs", str(slots), "--max-model-len", str(context)]
@@ -146,17 +134,23 @@ def _own_server(args: argparse.Namespace, files: Files, backend: str) -> ServerA
     )
 
 
-def _llama_server(args: argparse.Namespace, files: Files, name: str, bar: ProgressBar) -> ServerArm:
+def _kind(name: str) -> str:
+    """Of the file that a peer reads."""
+    return name.partition("-")[2] or "released"
+
+
+def _llama_server(
+    args: argparse.Namespace, files: Files, name: str, port: int, bar: ProgressBar
+) -> ServerArm:
     import shutil
 
-    from kdecode.bench.serving.launch import Launch, free_port
+    from kdecode.bench.serving.launch import Launch
 
     program = shutil.which(PROGRAM)
     if program is None or files.llama is None:
         raise InputError(f"llama.cpp is not on the PATH: {PROGRAM} not found.")
-    kind = name.partition("-")[2] or "released"
+    kind = _kind(name)
     slots, context = _most(args)
-    port = free_port()
     threads = str(EngineConfig(num_threads=args.threads).resolved_threads())
     command = [program, "-m", str(files.path(kind, bar)), "--host", "127.0.0.1"]
     # Its context is shared out among the requests that it serves at a time.

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdecode.commands.common import InputError, context_tokens, model_directory
 
@@ -27,6 +27,8 @@ _FLAGS = (
     *("agentic", "sessions", "max_pause", "own_times", "speed", "sweep_concurrency"),
     "sweep_prompt_tokens",
 )
+_SWITCHES = ("agentic", "own_times")
+_LISTS = ("sweep_concurrency", "sweep_prompt_tokens")
 _ARM_KEYS = {"command", "url", "environment", "ready_s"}
 
 
@@ -35,7 +37,7 @@ def own_servers(args: argparse.Namespace, longest_request: int) -> tuple[Launch,
 
     longest_request: tokens of a prompt with its reply that have to fit.
     """
-    from kdecode.bench.serving.launch import Launch, free_port
+    from kdecode.bench.serving.launch import Launch, free_ports
 
     directory = model_directory(args)
     flags = {
@@ -53,8 +55,8 @@ def own_servers(args: argparse.Namespace, longest_request: int) -> tuple[Launch,
     }
     given = [text for flag, v in flags.items() if v is not None for text in (flag, str(v))]
     launches = []
-    for name, backend in zip(ARMS, (args.arm_a, args.arm_b), strict=True):
-        port = free_port()
+    ports = free_ports(len(ARMS))
+    for name, backend, port in zip(ARMS, (args.arm_a, args.arm_b), ports, strict=True):
         command = [sys.executable, "-P", "-m", "kdecode.cli", "serve", str(directory), *given]
         command += ["--decode-backend", backend, "--port", str(port)]
         launches.append(Launch(name, command, f"http://127.0.0.1:{port}"))
@@ -85,7 +87,10 @@ def recipe_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
         key = str(name).replace("-", "_")
         if key not in _FLAGS:
             raise InputError(f"{args.recipe}: compare.{name} is no flag that a recipe may have.")
-        setattr(args, key, value)
+        try:
+            setattr(args, key, _flag_value(key, value))
+        except InputError as error:
+            raise InputError(f"{args.recipe}: compare.{name}: {error}") from error
     launches = []
     for name in ARMS:
         arm = recipe["arms"][name]
@@ -104,6 +109,31 @@ def recipe_servers(args: argparse.Namespace) -> tuple[Launch, Launch]:
             )
         )
     return launches[0], launches[1]
+
+
+class _FlagParser(argparse.ArgumentParser):
+    """Of the flags of `kdecode compare`; what it refuses is an InputError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def _flag_value(key: str, value: Any) -> Any:
+    """What the command line would have made of it. Raises InputError."""
+    from kdecode.commands import compare
+
+    flag, is_switch = f"--{key.replace('_', '-')}", key in _SWITCHES
+    is_list = isinstance(value, list)
+    is_other = isinstance(value, Mapping) or value is None or (is_list and key not in _LISTS)
+    if is_other or isinstance(value, bool) != is_switch:
+        kind = "true or false" if is_switch else "a value" if key not in _LISTS else "values"
+        raise InputError(f"it is {value!r}; {flag} takes {kind}.")
+    if is_switch:
+        return value
+    words = [flag, *map(str, value)] if is_list else [f"{flag}={value}"]
+    parser = _FlagParser(add_help=False, allow_abbrev=False)
+    compare.add_arguments(parser)
+    return getattr(parser.parse_args(words), key)
 
 
 def _is_arm(arm: Any) -> bool:

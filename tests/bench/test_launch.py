@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kdecode import cli
-from kdecode.bench.serving.launch import Launch, LaunchError, free_port, launched
+from kdecode.bench.serving.launch import Launch, LaunchError, free_ports, launched
 from kdecode.commands.common import InputError
 from kdecode.commands.compare_design import launches_of
 from kdecode.commands.launches import recipe_servers
@@ -30,10 +30,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
 open(sys.argv[2], "w").write(str(os.getpid()))
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+# Somebody has the port when this one, which wanted it, ends.
+LATE = """
+import socket, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[3], *sys.argv[1:3]])
+while socket.socket().connect_ex(("127.0.0.1", int(sys.argv[1]))):
+    time.sleep(0.01)
+raise SystemExit(1)
+"""
 
 
 def server(file: Path, **changes: Any) -> Launch:
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-c", SERVER, str(port), str(file)]
     url = f"http://127.0.0.1:{port}"
     return Launch(
@@ -73,6 +81,30 @@ def test_a_server_that_does_not_come_up(
 
     with pytest.raises(LaunchError, match=message):
         asyncio.run(main())
+
+
+def test_a_server_that_is_not_ours_is_not_measured(tmp_path: Path) -> None:
+    """Neither one that was there before, nor one that took the port in the meantime."""
+    first = server(tmp_path / "pid")
+
+    async def start(second: Launch) -> None:
+        async with launched(first), launched(second):
+            raise AssertionError("both came up at one address")
+
+    with pytest.raises(LaunchError, match="another server answers at"):
+        asyncio.run(start(server(tmp_path / "other", name="b", url=first.url)))
+
+    async def race() -> None:
+        command = [sys.executable, "-c", LATE, *first.command[3:], SERVER]
+        async with launched(Launch("b", command, first.url, {"KD": "1"})):
+            raise AssertionError("somebody else's server was taken for ours")
+
+    with pytest.raises(LaunchError, match="exit code 1 before it answered"):
+        asyncio.run(race())
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports(50))) == 50
 
 
 def test_two_backends_as_servers(mini_checkpoint: Path, tmp_path: Path) -> None:
@@ -158,12 +190,47 @@ def test_recipes_can_be_read_and_differ_in_the_backend_alone(recipe: Path) -> No
         ("arms: {a: {command: [x], url: y, ready_s: x}, b: 1}", "a number of seconds"),
         ("arms: {a: {command: [x], url: y, environment: [1]}, b: 1}", "a mapping"),
         ("arms: {a: {command: [x], url: y}, b: 1}\ncompare: [1]", "must have `arms`"),
+        *(
+            (f"arms: {{a: {{command: [x], url: y}}, b: 1}}\ncompare: {{{flag}}}", message)
+            for flag, message in (
+                ("prompts: many", "compare.prompts: .*'many' is not a whole number"),
+                ("blocks: -1", "compare.blocks: .*-1 is below 1"),
+                ("blocks: [2, 3]", r"compare.blocks: it is \[2, 3\]; --blocks takes a value"),
+                ("cache: maybe", "compare.cache: .*'maybe'"),
+                ("seed: {a: 1}", "compare.seed: it is {'a': 1}; --seed takes a value"),
+                ("rate: null", "compare.rate: it is None; --rate takes a value"),
+                ("concurrency: true", "compare.concurrency: it is True; .* takes a value"),
+                ("agentic: 3", "compare.agentic: it is 3; --agentic takes true or false"),
+                ("sweep-concurrency: [1, x]", "compare.sweep-concurrency: .*'x'"),
+                ("timeout: soon", "compare.timeout: .*'soon'"),
+            )
+        ),
     ],
 )
 def test_bad_recipes(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
         parse(tmp_path / "r.yaml")
+
+
+def test_flags_of_a_recipe_are_what_the_command_line_would_make_of_them(tmp_path: Path) -> None:
+    text = "arms: {a: {command: [x], url: y}, b: {command: [x], url: y}}\ncompare:\n"
+    text += "  {prompts: 2, prompt-tokens: '7', rate: 2, agentic: true, own-times: false,\n"
+    text += "  sweep-concurrency: [1, 4], sweep-prompt-tokens: 9, token-ids: 5-90, cache: as is}"
+    (tmp_path / "r.yaml").write_text(text)
+    found = vars(parse(tmp_path / "r.yaml")[0])
+    del found["recipe"]
+    assert found == {
+        "prompts": 2,
+        "prompt_tokens": 7,
+        "rate": 2.0,
+        "agentic": True,
+        "own_times": False,
+        "sweep_concurrency": [1, 4],
+        "sweep_prompt_tokens": [9],
+        "token_ids": "5-90",
+        "cache": "as is",
+    }
 
 
 @pytest.mark.parametrize(

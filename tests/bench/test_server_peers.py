@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kdecode.cli import main
 
 # Serves completions of "w " a token, 5 ms apart, and the usage behind them.
 PLAYER = """#!{python}
-import json, sys, time
+import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 words = sys.argv[1:]
 assert words[words.index("-np") + 1] == "2" and words[words.index("-t") + 1] == "1"
@@ -29,6 +30,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        {first}
         number = body["max_tokens"]
         assert body["stream"] and body["ignore_eos"] and len(body["prompt"]) == 8
         self.send_response({status})
@@ -55,9 +57,10 @@ def _command(model: Path, *more: str) -> list[str]:
     return ["bench", "peers", str(model), "--server", *size, *passes, *arms, *more]
 
 
-def _play(programs: Path, status: int) -> None:  # noqa: F811
+def _play(programs: Path, status: int, first: str = "") -> None:  # noqa: F811
+    """first: what it does when it is asked."""
     player = programs.parent / "bin" / "llama-server"
-    player.write_text(PLAYER.format(python=sys.executable, status=status))
+    player.write_text(PLAYER.format(python=sys.executable, status=status, first=first))
     player.chmod(0o755)
 
 
@@ -98,6 +101,25 @@ def test_a_server_whose_requests_fail_gets_no_figures(
     _play(programs, 500)
     assert main(_command(mini_checkpoint)) == 2
     assert "requests failed; the first: status 500" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_servers(
+    mini_checkpoint: Path,
+    programs: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """In the middle of a reply, where an exception would be the end of a callback alone."""
+    _write_logits(mini_checkpoint, programs, shift=0.0)
+    pid = tmp_path / "pid"
+    kill = "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    _play(programs, 200, f"open({str(pid)!r}, 'w').write(str(os.getpid())); {kill}")
+    assert main(_command(mini_checkpoint)) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    # Ours, too: nothing of this process is left.
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    assert not [command for command in commands if str(mini_checkpoint).encode() in command]
 
 
 def test_ratios_are_of_pairs_with_the_same_requests() -> None:

@@ -38,17 +38,30 @@ class Launch:
     ready_s: float = 600.0
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+def free_ports(number: int) -> list[int]:
+    """Different ports of the loopback that nobody listens on now.
+
+    Somebody else may take one before its server does: `launched` finds that out.
+    """
+    with contextlib.ExitStack() as held:
+        # All are held until the last one is found, or two of them could be one.
+        found = [held.enter_context(socket.socket()) for _ in range(number)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in found]
 
 
 @asynccontextmanager
 async def launched(launch: Launch) -> AsyncIterator[None]:
-    """Runs the server until the block is left. Raises LaunchError."""
+    """Runs the server until the block is left. Raises LaunchError.
+
+    What answers at the address has to be this server: nobody may answer there before it is started,
+    and it has to run when somebody does.
+    """
+    if await _answers(launch.url):
+        raise LaunchError(
+            f"{launch.name} was not started: another server answers at {launch.url} already."
+        )
     settings = [f"{name}={value}" for name, value in launch.environment.items()]
     command = ["env", *settings, *launch.command] if settings else [*launch.command]
     with tempfile.TemporaryFile() as log:
@@ -67,12 +80,11 @@ async def launched(launch: Launch) -> AsyncIterator[None]:
             try:
                 async with asyncio.timeout(launch.ready_s):
                     while not await _answers(launch.url):
-                        if process.returncode is not None:
-                            raise LaunchError(
-                                f"{launch.name} ended with exit code {process.returncode} before "
-                                f"it answered:\n{_end_of(log.fileno())}"
-                            )
+                        _check_runs(launch, process, log.fileno())
                         await asyncio.sleep(_POLL_S)
+                    # Once more: a server that could not have its address ends a moment later.
+                    await asyncio.sleep(_POLL_S)
+                    _check_runs(launch, process, log.fileno())
             except TimeoutError:
                 raise LaunchError(
                     f"{launch.name} did not answer at {launch.url} within {launch.ready_s:g} s:\n"
@@ -81,6 +93,14 @@ async def launched(launch: Launch) -> AsyncIterator[None]:
             yield
         finally:
             await _end(process)
+
+
+def _check_runs(launch: Launch, process: asyncio.subprocess.Process, log: int) -> None:
+    if process.returncode is not None:
+        raise LaunchError(
+            f"{launch.name} ended with exit code {process.returncode} before it answered:\n"
+            f"{_end_of(log)}"
+        )
 
 
 async def _answers(url: str) -> bool:
