@@ -27,7 +27,7 @@ from kdecode.commands.common import (
     table,
     weights_note,
 )
-from kdecode.config import DecodeBackend, EngineConfig
+from kdecode.config import DecodeBackend, EngineConfig, ModelConfig
 
 if TYPE_CHECKING:
     from kdecode.bench.roofline import Probe
@@ -61,16 +61,24 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     part.add_argument("--runs", type=positive, default=15)
     part.add_argument("--json", action="store_true", help="one JSON document instead")
     shape = part.add_argument_group("shape of a release, instead of a MODEL; on both backends")
-    shape.add_argument("--shape", choices=SHAPES)
+    shape.add_argument(
+        "--shape", choices=SHAPES, help=f"with --tensor-parallel-size and no MODEL {SHAPES[0]}"
+    )
     shape.add_argument(
         "--tensor-parallel-size",
         "--rank-share",
         type=positive,
         metavar="N",
-        help="ranks, of which one's share is timed; default: 1",
+        help="ranks, of which one's share is timed, and what all of them have is counted; "
+        "default: 1",
     )
     shape.add_argument("--rank", type=int, help="whose random weights; default: 0")
     shape.add_argument("--layers", type=positive, help=f"the first N; default: {DEFAULT_LAYERS}")
+    shape.add_argument(
+        "--bytes",
+        action="store_true",
+        help="only what every rank has of the whole release and reads; nothing is timed",
+    )
     add_engine_arguments(part)
     add_speculative_argument(part)
     part.set_defaults(decode_backend=None)
@@ -78,10 +86,12 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The document and the text."""
+    if args.shape is None and args.model is None and args.tensor_parallel_size is not None:
+        args.shape = SHAPES[0]
     if args.shape is not None:
         return _shape(args)
-    for name in ("tensor_parallel_size", "rank", "layers"):
-        if getattr(args, name) is not None:
+    for name in ("tensor_parallel_size", "rank", "layers", "bytes"):
+        if getattr(args, name):
             raise InputError(f"--{name.replace('_', '-')} needs a --shape.")
     args.decode_backend = args.decode_backend or EngineConfig().decode_backend
     if args.speculative_config is not None:
@@ -174,10 +184,14 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     size, rank = args.tensor_parallel_size or 1, args.rank or 0
     if not 0 <= rank < size:
         raise InputError(f"--rank is {rank}; with {size} ranks it must be from 0 to {size - 1}.")
+    document, texts = _bytes(args.shape, size) if size > 1 or args.bytes else ({}, [])
+    if args.bytes:
+        return document, "\n\n".join(texts)
     share = share_of(release_config(args.shape, layers), size)
     backends = (args.decode_backend,) if args.decode_backend else get_args(DecodeBackend)
     head = f"{args.shape}, layers 0 to {layers - 1}, rank {rank} of {size}: {SHAPE_NOTE}."
-    documents, texts = [], [head]
+    texts.append(head)
+    documents = []
     for backend in backends:
         config = engine_config(
             args,
@@ -196,7 +210,18 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         documents.append(document)
         texts.append(text)
     shape = {"name": args.shape, "layers": layers, "tensor_parallel_size": size, "rank": rank}
-    return {"shape": {**shape, "note": SHAPE_NOTE}, "backends": documents}, "\n\n".join(texts)
+    document |= {"shape": {**shape, "note": SHAPE_NOTE}, "backends": documents}
+    return document, "\n\n".join(texts)
+
+
+def _bytes(name: str, size: int) -> tuple[dict[str, Any], list[str]]:
+    """What ranks have of a whole release."""
+    from kdecode.commands.bench_ranks import bytes_document, bytes_text
+    from kdecode.model.presets import RELEASES, released_config
+    from kdecode.model.rank_bytes import rank_bytes
+
+    kinds = rank_bytes(ModelConfig.from_checkpoint(released_config(RELEASES[name])), size)
+    return {"rank_bytes": bytes_document(kinds)}, [bytes_text(name, kinds)]
 
 
 def _timed(
