@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 from released import kimi_k3, kimi_linear
@@ -13,6 +15,7 @@ from kdecode.config import ConfigError, ModelConfig
 from kdecode.model.rank_bytes import ROUTER_SLOTS, rank_bytes
 from kdecode.model.roster import roster
 
+PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text().replace("\n", " ")
 K3 = ModelConfig.from_checkpoint(kimi_k3())
 LINEAR = ModelConfig.from_checkpoint(kimi_linear())
 M, L, E, F, D = 7168, 3584, 896, 3072, 96 * 128
@@ -62,6 +65,10 @@ def test_a_layer_of_kimi_k3_on_16_ranks() -> None:
     assert stock == kind.divided_read + kind.copied_read + router * 15 // 16
     # As the published figures have it, without the state: 64 of 160 MB.
     assert (round(stock / 1e6), round(router / 1e6)) == (159, 64)
+    numbers = (kind.divided_read + kind.copied_read, kind.copied_read, stock, router)
+    found = re.search(r"takes ([\d.]+) MB .*, ([\d.]+) of .* ([\d.]+) with .* ([\d.]+) of it", PAGE)
+    assert found is not None
+    assert list(found.groups()) == [f"{number / 1e6:.1f}" for number in numbers]
 
 
 def test_what_cannot_be_divided_is_not_counted() -> None:
