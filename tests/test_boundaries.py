@@ -45,6 +45,7 @@ RULES: dict[str, tuple[str, ...]] = {
         "prefill",
         "cache",
         "model",
+        "parallel",
         "testing",
     ),
 }

@@ -159,6 +159,41 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool =
     group.add_argument("--engine-seed", type=int, default=defaults.seed)
 
 
+def add_rank_arguments(group: argparse._ActionsContainer) -> None:
+    """For commands that build an engine which several processes may share."""
+    defaults = EngineConfig()
+    group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=positive,
+        default=defaults.tensor_parallel_size,
+        dest="num_ranks",
+        metavar="N",
+        help="processes that share the model; --threads is then of each. docs/parallel.md",
+    )
+    group.add_argument(
+        "--rank-timeout-seconds",
+        type=float,
+        default=defaults.rank_timeout_s,
+        metavar="SECONDS",
+        help="how long such a process may give no sign of life",
+    )
+    group.add_argument(
+        "--check-ranks",
+        action="store_true",
+        help="they compare what they have after every step, for debugging",
+    )
+
+
+def rank_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_rank_arguments` reads, as fields of `EngineConfig`."""
+    return {
+        "tensor_parallel_size": args.num_ranks,
+        "rank_timeout_s": args.rank_timeout_seconds,
+        "check_ranks": args.check_ranks,
+    }
+
+
 def add_speculative_argument(parser: argparse._ActionsContainer) -> None:
     """For commands that decode, which a draft makes faster."""
     parser.add_argument(
@@ -184,7 +219,7 @@ def _speculative_config(text: str) -> SpeculativeConfig:
 
 
 def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
-    """What `add_engine_arguments` and `add_speculative_argument` read. Raises ConfigError."""
+    """What `add_engine_arguments` and the two beside it read. Raises ConfigError."""
     given: dict[str, Any] = {
         "device": args.device,
         "num_threads": args.threads,
@@ -200,6 +235,8 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
         given["speculative"] = args.speculative_config
     if hasattr(args, "decode_backend"):
         given["decode_backend"] = args.decode_backend
+    if hasattr(args, "num_ranks"):
+        given |= rank_settings(args)
     return EngineConfig(**{**given, **settings})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,6 +18,7 @@ from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
     add_model_argument,
+    add_rank_arguments,
     add_speculative_argument,
     check_output_file,
     context_tokens,
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--near-tie-rtol", type=float, default=NEAR_TIE_RTOL)
     parser.add_argument("--json", metavar="PATH", help="also write all of it to PATH; - is stdout")
     add_engine_arguments(parser, has_backend=False)
+    add_rank_arguments(parser)
     add_speculative_argument(parser)
     compare_servers.add_arguments(parser)
 
@@ -166,15 +169,16 @@ def _measure(
     from kdecode.bench.machine import read_machine
     from kdecode.bench.report import render, to_json
 
-    arms = [
-        EngineArm(name, open_model(directory, config))
-        for name, config in zip(_names(args.arm_a, args.arm_b), configs, strict=True)
-    ]
-    bar = ProgressBar()
-    comparison = compare(arms[0], arms[1], _prompts(arms[0], args), settings, bar.message)
-    bar.clear()
-    machine = read_machine()
-    engines = [_engine_facts(arm) for arm in arms]
+    with ExitStack() as opened:
+        arms = [
+            EngineArm(name, opened.enter_context(open_model(directory, config)))
+            for name, config in zip(_names(args.arm_a, args.arm_b), configs, strict=True)
+        ]
+        bar = ProgressBar()
+        comparison = compare(arms[0], arms[1], _prompts(arms[0], args), settings, bar.message)
+        bar.clear()
+        machine = read_machine()
+        engines = [_engine_facts(arm) for arm in arms]
     tables = [render(comparison, machine), _engine_table(engines)]
     if configs[0].speculative is not None:
         for engine, token_s in zip(engines, plain_s, strict=True):

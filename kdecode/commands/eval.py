@@ -16,6 +16,7 @@ from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
     add_model_argument,
+    add_rank_arguments,
     engine_config,
     model_directory,
     open_model,
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         part.add_argument("--json", metavar="PATH", help="one JSON document, - for stdout")
         add_engine_arguments(part, has_backend=False)
+        add_rank_arguments(part)
         part.set_defaults(evaluate=run)
     text.add_argument(
         "--max-tokens", type=positive, default=8192, help="of the text, from its start"
@@ -106,8 +108,8 @@ def _each_arm(
             "max_context_tokens": max_context_tokens,
             "max_requests": 1,
         }
-        llm = open_model(directory, engine_config(args, **settings))
-        results.append((arm, evaluate(llm, directory), llm.stats()["coverage"]))
+        with open_model(directory, engine_config(args, **settings)) as llm:
+            results.append((arm, evaluate(llm, directory), llm.stats()["coverage"]))
     return results
 
 

@@ -12,6 +12,7 @@ from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
     add_model_argument,
+    add_rank_arguments,
     add_speculative_argument,
     context_tokens,
     engine_config,
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-tokens", type=int, default=0)
     sampling.add_argument("--ignore-eos", action="store_true")
     add_engine_arguments(parser)
+    add_rank_arguments(parser)
     add_speculative_argument(parser)
 
 
@@ -67,12 +69,13 @@ def run(args: argparse.Namespace) -> int:
     directory = model_directory(args)
     longest = _total_tokens(directory, args, prompt)
     config = engine_config(args, max_context_tokens=context_tokens(longest), max_requests=1)
-    llm = open_model(directory, config)
-    reply = _reply(llm, args, prompt, params)
-    output = reply if not args.chat else reply.output
-    metrics = _metrics(output)
+    with open_model(directory, config) as llm:
+        reply = _reply(llm, args, prompt, params)
+        output = reply if not args.chat else reply.output
+        metrics = _metrics(output)
+        document = _document(llm, output, metrics, reply if args.chat else None)
     if args.json:
-        write_json(_document(llm, output, metrics, reply if args.chat else None), "-")
+        write_json(document, "-")
     else:
         print(_metrics_line(metrics, output), file=sys.stderr)
         if metrics and metrics["speculation"] is not None:

@@ -12,6 +12,7 @@ from kdecode.commands.common import (
     InputError,
     add_engine_arguments,
     add_model_argument,
+    add_rank_arguments,
     add_speculative_argument,
     context_tokens,
     engine_config,
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead")
     add_engine_arguments(parser)
+    add_rank_arguments(parser)
     add_speculative_argument(parser)
     plan_device.add_arguments(parser)
     parser.set_defaults(decode_backend=None)
@@ -81,8 +83,11 @@ def run(args: argparse.Namespace) -> int:
             else:
                 print(text)
             return 0
-        # An engine that does not speculate has no plan of verify steps; its configuration tells it.
-        is_described = args.config is not None or args.drafts is not None
+        # An engine that does not speculate has no plan of verify steps; its configuration tells it,
+        # and one rank's plan without starting the others.
+        is_described = (
+            args.config is not None or args.drafts is not None or config.tensor_parallel_size > 1
+        )
         plan, packed_bytes = _described(args, config) if is_described else _built(args, config)
     except BackendRefusedError as error:
         if args.json:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdecode.bench.wording import counted
-from kdecode.commands.common import InputError, mebibytes, positive, table
+from kdecode.commands.common import InputError, mebibytes, table
 from kdecode.config import EngineConfig, ModelConfig, environment
 
 if TYPE_CHECKING:
@@ -24,12 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a CUDA plan, without the GPU")
     group.add_argument("--arch", metavar="ARCH", help="sm_90, sm_100 or sm_103; its launches")
     group.add_argument(
-        "--tensor-parallel-size",
-        type=positive,
-        metavar="N",
-        help="one rank's share of N; the exchanges between ranks are not in the plan",
-    )
-    group.add_argument(
         "--compile",
         action="store_true",
         help="registers, spilled bytes and shared memory of every kernel",
@@ -39,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises InputError for what does not belong together."""
     if args.arch is None:
-        for name in ("tensor_parallel_size", "compile"):
-            if getattr(args, name):
-                raise InputError(f"--{name.replace('_', '-')} needs an --arch.")
+        if args.compile:
+            raise InputError("--compile needs an --arch.")
         return
     if args.device != "cuda":
         raise InputError(f"--arch is of a GPU; --device is {args.device}, and has to be cuda.")
@@ -58,7 +51,7 @@ def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[d
     from kdecode.model.rank_share import share_of
 
     model = ModelConfig.from_checkpoint(source)
-    size = args.tensor_parallel_size or 1
+    size = config.tensor_parallel_size
     each = 1 + (args.drafts or 0)
     plan = describe_launches(share_of(model, size), config, args.arch, args.rows * each, each)
     if args.compile:

@@ -5,8 +5,9 @@ Does not know HTTP, chat or text formats; what a step does is `StepLoop`'s busin
 `AsyncEngine` runs, nothing else may use its `LLM` for generation.
 
 A step that fails ends the requests it served; their callers see an event with finish_reason "error"
-and an `Output` with the message. An error outside a step (a fault of the engine itself) ends all of
-them with `EngineStoppedError`, and the engine takes no more.
+and an `Output` with the message. Where a rank of the model is lost, every step fails: all requests
+end like that, and the engine with them. An error outside a step (a fault of the engine itself) ends
+all of them with `EngineStoppedError`, and the engine takes no more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from kdecode.engine.loop import Event
 from kdecode.engine.request import Output, SamplingParams
 
 log = logging.getLogger(__name__)
+
+# Between two looks at the other ranks while there is nothing to do.
+_LOOK_S = 1.0
 
 
 class EngineStoppedError(RuntimeError):
@@ -169,6 +173,7 @@ class AsyncEngine:
         try:
             while self._take_orders():
                 self._tell(self.llm.loop.step())
+                self._require_ranks()
             self._finish("The engine was stopped.")
         except BaseException as error:
             log.exception("the engine broke")
@@ -177,11 +182,23 @@ class AsyncEngine:
             if self._on_death is not None:
                 self._on_death()
 
+    def _require_ranks(self) -> None:
+        """Raises RankError where a rank is lost, once every request has been told by its step."""
+        failure = self.llm.rank_failure
+        if failure is None:
+            return
+        while self.llm.loop.scheduler.has_work:
+            self._tell(self.llm.loop.step())
+        raise failure
+
     def _take_orders(self) -> bool:
         """Carries out what was ordered; waits while there is nothing to do. False to stop."""
+        has_ranks = self.llm.engine_config.tensor_parallel_size > 1
         with self._wake:
             while not (self._orders or self._is_stopping or self.llm.loop.scheduler.has_work):
-                self._wake.wait()
+                self._wake.wait(_LOOK_S if has_ranks else None)
+                if has_ranks:
+                    self.llm.check_ranks()
             orders = list(self._orders)
             self._orders.clear()
             is_stopping = self._is_stopping

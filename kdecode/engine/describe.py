@@ -17,9 +17,11 @@ from kdecode.decode.latency_specialized import Deployment
 from kdecode.decode.plan import DecodePlan, cannot_run
 from kdecode.decode.runner import deployment_of, plan_sizes, resolve, row_buckets
 from kdecode.engine.preflight import check_context, check_description
-from kdecode.engine.worker import trunk_format
+from kdecode.engine.rank import trunk_format
 from kdecode.model.layout import TrunkFormat, mxfp4_format
 from kdecode.model.outline import outline_bytes, outline_model
+from kdecode.model.rank_share import share_of
+from kdecode.parallel.ranks import Ranks
 
 _PACKING_NOTE = (
     "bf16 weights are counted at 16 bits; how far they pack without loss depends on their values"
@@ -32,15 +34,17 @@ def describe_plan(
 ) -> tuple[DecodePlan, int]:
     """The plan that would serve a decode step of so many rows, and all packed weights in bytes.
 
-    rows_per_request: above 1 for a verify step of an engine that speculates with so many. Raises
-    ConfigError and BackendRefusedError as an engine does.
+    Of several ranks both are those of one, as each has the same. rows_per_request: above 1 for a
+    verify step of an engine that speculates with so many. Raises ConfigError and
+    BackendRefusedError as an engine does.
     """
     engine = resolve(engine)
     check_description(config, engine)
-    trunk = trunk_format(engine)
+    ranks = Ranks(0, engine.tensor_parallel_size)
+    share, trunk = share_of(config, ranks.size), trunk_format(engine)
     # How far 12 bits reach is not known without the weights.
     form: TrunkFormat = "tiles" if trunk == "tiles12" else trunk
-    packed = outline_model(config, form, mxfp4_format(engine.device))
+    packed = outline_model(share, form, mxfp4_format(engine.device), ranks)
     size = outline_bytes(packed)
     notes = (_PACKING_NOTE,) if trunk == "tiles12" else ()
     if engine.changes_weights:
@@ -49,12 +53,12 @@ def describe_plan(
     sizes = plan_sizes(row_buckets(engine), verify_rows, rows // rows_per_request)
     is_served = (rows, rows_per_request) in sizes
     if engine.decode_backend == "latency_specialized" and is_served:
-        deployment = deployment_of(config, engine, runs=False)
+        deployment = deployment_of(share, engine, ranks, runs=False)
         plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)
         return replace(plan, notes=(*plan.notes, *notes)), size
-    caches = _meta_caches(config, engine)
+    caches = _meta_caches(share, engine)
     # The standard forward is the same on every device, and this one need not exist.
-    plan = build_auto_plan(packed, caches, replace(engine, device="cpu"))
+    plan = build_auto_plan(packed, caches, replace(engine, device="cpu"), ranks)
     steps = tuple(replace(step, run=cannot_run) for step in plan.steps)
     return replace(plan, steps=steps, notes=notes), size
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -67,6 +67,9 @@ from kdecode.model.chat import (
 )
 from kdecode.model.tokenizer import IncrementalDetokenizer, Tokenizer
 from kdecode.speculative.stats import RoundStats
+
+if TYPE_CHECKING:
+    from kdecode.parallel.ranks import RankError
 
 Prompt = str | Sequence[int]
 
@@ -130,11 +133,31 @@ class LLM:
         )
         caches = self._worker.caches
         self._prefix = make_prefix_cache(
-            self._worker.config, self._worker.engine, caches, self._worker.cache_identity()
+            self._worker.packed.config, self._worker.engine, caches, self._worker.cache_identity()
         )
         self._loop = StepLoop(Scheduler(caches, limits, self._prefix), self._worker)
         self._events: dict[int, deque[Event]] = {}
         self._num_requests = 0
+
+    def close(self) -> None:
+        """Ends the processes of the other ranks, if there are any; nothing can run after it."""
+        self._worker.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def check_ranks(self) -> None:
+        """Raises RankError where another rank has died or stands still."""
+        if self._worker.leader is not None:
+            self._worker.leader.check()
+
+    @property
+    def rank_failure(self) -> RankError | None:
+        """What broke the ranks of this model, once and for all."""
+        return None if self._worker.leader is None else self._worker.leader.failure
 
     @property
     def model_config(self) -> ModelConfig:
@@ -255,7 +278,7 @@ class LLM:
             "pages_used": caches.page_pool.num_used - self._num_idle_pages,
             "slots_used": caches.slot_pool.num_used,
             "packed_bytes": packed_bytes(self._worker.packed),
-            "draft_bytes": packed_bytes(self._worker.packed_draft),
+            "draft_bytes": self._worker.draft_bytes,
             "cache_bytes": caches.num_bytes,
             "build": dataclasses.asdict(self._worker.build_times),
             "speculation": self._speculation_stats(),
@@ -301,6 +324,8 @@ class LLM:
             "trunk_format": engine.trunk_format,
             "weights_differ_from_checkpoint": engine.changes_weights,
             "threads": engine.resolved_threads(),
+            "tensor_parallel_size": engine.tensor_parallel_size,
+            "decode_context_parallel_size": engine.decode_context_parallel_size,
             "cache": {
                 "dtype": caches.cache_dtype,
                 "scales": {str(layer): scale for layer, scale in caches.scales.items()},
@@ -336,6 +361,8 @@ class LLM:
         RequestError while requests are open: the probe takes slots and pages of the caches, and
         for requests that the caches cannot hold.
         """
+        if self._worker.leader is not None:
+            raise RequestError("The parts of a step are timed on one rank; this model has several.")
         if self._loop.scheduler.num_waiting or self._loop.scheduler.num_running:
             raise RequestError("Requests are open; a decode step is inspected on an idle engine.")
         self.reset_prefix_cache()

@@ -27,7 +27,7 @@ _STATES_PER_REQUEST = 4
 def interval_of(engine: EngineConfig) -> int:
     """Tokens between two places where a prefix can end. Raises ConfigError."""
     return state_interval(
-        engine.page_tokens, ALIGNMENT, engine.max_step_tokens, engine.state_interval_tokens
+        engine.page_positions, ALIGNMENT, engine.max_step_tokens, engine.state_interval_tokens
     )
 
 
@@ -48,20 +48,26 @@ def check_prefix_caching(config: ModelConfig, engine: EngineConfig) -> None:
         )
 
 
+def num_states(config: ModelConfig, engine: EngineConfig) -> int:
+    """States that are kept. config: of one rank, of which each keeps as many."""
+    if engine.state_cache_bytes is None:
+        return _STATES_PER_REQUEST * engine.max_requests
+    return engine.state_cache_bytes // max(1, slot_bytes(config))
+
+
 def make_prefix_cache(
     config: ModelConfig, engine: EngineConfig, caches: Caches, identity: Mapping[str, Any]
 ) -> PrefixCache | None:
     """None where the configuration has none. identity: what else decides the caches' contents."""
     if not engine.enable_prefix_caching:
         return None
-    budget, count = engine.state_cache_bytes, _STATES_PER_REQUEST * engine.max_requests
-    if budget is not None:
-        count = budget // max(1, slot_bytes(config))
+    count = num_states(config, engine)
     written = {
         **identity,
         "cache_dtype": caches.cache_dtype,
         "scales": {str(layer): scale for layer, scale in caches.scales.items()},
         "page_tokens": caches.page_tokens,
+        "context": [caches.context.ranks.size, caches.context.interleave],
     }
     interval = interval_of(engine)
     if not can_hit(engine):

@@ -18,7 +18,9 @@ from kdecode.decode.runner import check_processor, deployment_of, resolve
 from kdecode.engine.prefix_caching import check_prefix_caching
 from kdecode.engine.scheduler import check_step_tokens
 from kdecode.engine.speculation import draft_config
+from kdecode.model.rank_share import refuse_division, share_of
 from kdecode.model.weights import CheckpointReader
+from kdecode.parallel.ranks import Ranks
 
 
 def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
@@ -26,16 +28,15 @@ def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
 
     BackendRefusedError where the backend has reasons of its own, else ConfigError.
     """
+    config = reader.config
     _check(
-        reader.config,
+        config,
         engine,
-        lambda: check_context(reader.config, engine),
+        lambda: check_context(config, engine),
         lambda: check_processor(engine),
         lambda: check_device(engine.device),
         lambda: check_cache_scales(reader, engine),
-        lambda: check_draft(reader.config, engine),
-        lambda: check_caches(reader.config, engine),
-        lambda: check_prefix_caching(reader.config, engine),
+        lambda: check_draft(config, engine),
     )
 
 
@@ -46,9 +47,26 @@ def check_description(config: ModelConfig, engine: EngineConfig) -> None:
         engine,
         lambda: check_context(config, engine),
         lambda: check_draft(config, engine),
-        lambda: check_caches(config, engine),
-        lambda: check_prefix_caching(config, engine),
     )
+
+
+def refuse_ranks(config: ModelConfig, engine: EngineConfig) -> list[str]:
+    """Every reason why so many ranks cannot run a model, whatever the backend."""
+    size = engine.tensor_parallel_size
+    if size == 1:
+        return []
+    reasons = refuse_division(config, size)
+    if engine.device != "cpu":
+        reasons.append(
+            f"tensor_parallel_size is {size} and device {engine.device!r}; ranks exchange values "
+            "on the CPU only: set device to 'cpu', or tensor_parallel_size to 1."
+        )
+    if engine.changes_weights:
+        reasons.append(
+            f"tensor_parallel_size is {size} and trunk_format {engine.trunk_format!r}; integers of "
+            "a rank's part are not those of the whole matrix: set trunk_format to 'bf16'."
+        )
+    return reasons
 
 
 def check_context(config: ModelConfig, engine: EngineConfig) -> None:
@@ -64,10 +82,13 @@ def check_draft(config: ModelConfig, engine: EngineConfig) -> None:
     draft_config(engine, config)
 
 
-def check_caches(config: ModelConfig, engine: EngineConfig) -> None:
-    """Raises ConfigError for a budget without room for a request, or steps without room for all."""
+def check_caches(config: ModelConfig, share: ModelConfig, engine: EngineConfig) -> None:
+    """Raises ConfigError for a budget without room for a request, or steps without room for all.
+
+    share: of the model, what one rank has.
+    """
     speculative = engine.speculative
-    size = engine_cache_size(config, engine, draft_config(engine, config))
+    size = engine_cache_size(share, engine, draft_config(engine, config))
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     check_step_tokens(engine.max_step_tokens, size.num_slots, num_drafts)
 
@@ -95,7 +116,14 @@ def check_cache_scales(reader: CheckpointReader, engine: EngineConfig) -> None:
 
 
 def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None]) -> None:
-    problems = []
+    problems = refuse_ranks(config, engine)
+    size = engine.tensor_parallel_size
+    if not refuse_division(config, size):
+        share = share_of(config, size)
+        checks += (
+            lambda: check_caches(config, share, engine),
+            lambda: check_prefix_caching(share, engine),
+        )
     for check in checks:
         try:
             check()
@@ -104,8 +132,7 @@ def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None
             if str(error) not in problems:
                 problems.append(str(error))
     if engine.decode_backend == "latency_specialized":
-        deployment = deployment_of(config, resolve(engine), runs=False)
-        refusals = latency_specialized.refuse(deployment)
+        refusals = _refuse_specialized(config, engine)
         if refusals:
             raise BackendRefusedError(refusals, problems)
     if len(problems) > 1:
@@ -113,3 +140,12 @@ def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None
         raise ConfigError(f"No backend can run this configuration:\n{lines}")
     if problems:
         raise ConfigError(problems[0])
+
+
+def _refuse_specialized(config: ModelConfig, engine: EngineConfig) -> list[str]:
+    """What keeps the backend from a configuration, as far as the model can be divided."""
+    ranks = Ranks(0, engine.tensor_parallel_size)
+    if refuse_division(config, ranks.size):
+        return []
+    share = share_of(config, ranks.size)
+    return latency_specialized.refuse(deployment_of(share, resolve(engine), ranks, runs=False))

@@ -17,7 +17,7 @@ from kdecode.decode.inspect_device import DevicePlanProbe, plan_probe
 from kdecode.decode.runner import check_processor, deployment_of, resolve, row_buckets
 from kdecode.decode.tune import Tuned
 from kdecode.engine.preflight import check_description, check_device
-from kdecode.engine.worker import allocate_caches, trunk_format
+from kdecode.engine.rank import allocate_caches, trunk_format
 from kdecode.model.layout import PackedModel, pack_model
 from kdecode.model.random_reader import RandomReader
 

@@ -1,4 +1,4 @@
-"""One rank: from a checkpoint directory to an object that executes scheduled steps.
+"""From a checkpoint directory to an object that executes scheduled steps, on one rank or several.
 
 Owns the order of building (reader, packed weights, caches, runner), the choice of tokens after a
 step, and what was resolved on the way. Does not know requests' life cycles or text. Rounding points
@@ -10,28 +10,30 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kdecode.cache.budget import engine_cache_size
-from kdecode.cache.caches import Caches
-from kdecode.config import ConfigError, EngineConfig, ModelConfig
-from kdecode.config_draft import DraftConfig
+from kdecode.cache.mirror import tell_nobody
+from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.runner import StepRunner, callers_threads, resolve
 from kdecode.engine.draft import DraftWeights, pack_weights
 from kdecode.engine.judge import choose
 from kdecode.engine.loop import StepResult
 from kdecode.engine.preflight import check_deployment
+from kdecode.engine.rank import allocate_caches, trunk_format
 from kdecode.engine.request import Request, TokenLogprobs
 from kdecode.engine.sampling import token_logprobs
 from kdecode.engine.scheduler import ScheduledStep
 from kdecode.engine.speculation import Speculation, draft_config, verify_rows
 from kdecode.model.draft_weights import load_draft
-from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, pack_model, tile_format
+from kdecode.model.layout import PackedModel, pack_matrix, pack_model
 from kdecode.model.weights import CheckpointReader
+
+if TYPE_CHECKING:
+    from kdecode.engine.leader import Leader
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,7 +52,7 @@ class BuildTimes:
 
 
 class Worker:
-    """Executes steps on one rank's weights and caches.
+    """Executes steps on the weights and caches of the rank that decides, and of those it leads.
 
     Raises ConfigError for settings that the model cannot have, CheckpointError for files that are
     not a checkpoint, BackendRefusedError for a backend that the deployment cannot run.
@@ -66,6 +68,24 @@ class Worker:
         self.weights_digest = weights_digest(directory)
         check_deployment(reader, engine)
         self.draft = draft_config(engine, self.config)
+        # The other ranks of the model; None for one that is alone.
+        self.leader: Leader | None = None
+        if engine.tensor_parallel_size > 1:
+            # Here, because a rank that is alone needs nothing of what processes are made of.
+            from kdecode.engine.leader import start_ranks
+
+            self.leader = start_ranks(directory, self.config, engine)
+            reader = CheckpointReader(directory, ranks=self.leader.ranks)
+        try:
+            self._build(directory, reader, progress, begin)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(
+        self, directory: Path, reader: CheckpointReader, progress: Progress, begin: float
+    ) -> None:
+        engine, leader = self.engine, self.leader
         opened = time.perf_counter()
         self.packed = pack_model(
             reader,
@@ -75,18 +95,44 @@ class Worker:
             engine.isa,
         )
         self.packed_draft: DraftWeights | None = None
+        # What a draft reads of the target: a whole one, of which a rank has a part.
+        self.draft_target = self.packed
         if self.draft is not None and engine.speculative is not None:
             loaded = load_draft(engine.speculative.model, self.draft)
             self.packed_draft = pack_weights(loaded, self.draft, engine, self.config)
+            if leader is not None:
+                self.draft_target = whole_ends(directory, self.packed, self.packed_draft, engine)
         packed = time.perf_counter()
-        self.caches = allocate_caches(self.packed, engine, self.draft)
-        self.runner = StepRunner(self.packed, self.caches, engine, self.draft, verify_rows(engine))
+        self.caches = allocate_caches(
+            self.packed, engine, self.draft, tell=tell_nobody if leader is None else leader.tell
+        )
+        self.runner = StepRunner(
+            self.packed,
+            self.caches,
+            engine,
+            self.draft,
+            verify_rows(engine),
+            None if leader is None else leader.link,
+        )
+        if leader is not None:
+            leader.wait_until_built()
         self.speculation: Speculation | None = None
         if self.draft is not None and self.packed_draft is not None:
             self.speculation = Speculation.of(
-                engine, self.draft, self.packed_draft, self.packed, self.runner, self.caches
+                engine, self.draft, self.packed_draft, self.draft_target, self.runner, self.caches
             )
         self.build_times = BuildTimes(opened - begin, packed - opened, time.perf_counter() - packed)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Memory of the draft's tensors, with what it has of the target in whole copies."""
+        every = (self.packed, self.draft_target, self.packed_draft)
+        return packed_bytes(every) - packed_bytes(self.packed)
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any; no step can run after it."""
+        if self.leader is not None:
+            self.leader.close()
 
     def cache_identity(self) -> dict[str, Any]:
         """What decides the contents of the caches, beside the caches' own settings."""
@@ -95,6 +141,8 @@ class Worker:
             "decode_backend": self.engine.decode_backend,
             "isa": self.engine.isa,
             "trunk_format": self.engine.trunk_format,
+            # Sums of parts are rounded otherwise than whole ones.
+            "tensor_parallel_size": self.engine.tensor_parallel_size,
             # Its rows are on the target's pages.
             "speculative": self.resolved_speculation(),
         }
@@ -133,6 +181,24 @@ class Worker:
         return StepResult(choose(logits, step.chooses), self.runner.last_path, told)
 
 
+def whole_ends(
+    directory: Path, packed: PackedModel, draft: DraftWeights, engine: EngineConfig
+) -> PackedModel:
+    """A rank's model with whole copies of the embedding and the head, as far as a draft has none of
+    its own."""
+    if draft.embed is not None and draft.head is not None:
+        return packed
+    reader = CheckpointReader(directory)
+    embed, head = packed.embed, packed.head
+    if draft.embed is None:
+        embed = reader.load_embed().clone()
+    if draft.head is None:
+        *_, weight = reader.load_head()
+        head = pack_matrix(weight, trunk_format(engine), engine.isa)
+    reader.drop_outside()
+    return replace(packed, config=reader.config, embed=embed, head=head)
+
+
 def prompt_logprobs(
     logits: Tensor, step: ScheduledStep
 ) -> list[tuple[Request, list[TokenLogprobs]]]:
@@ -159,55 +225,6 @@ def prompt_logprobs(
     return told
 
 
-def trunk_format(engine: EngineConfig) -> TrunkFormat:
-    """How matrices outside the experts are packed: as the backend's decode steps read them.
-
-    engine: a resolved configuration.
-    """
-    if engine.decode_backend != "latency_specialized" or engine.device != "cpu":
-        return "rows"
-    if engine.trunk_format != "bf16":
-        return "int8_tiles" if engine.trunk_format == "int8" else "int4_tiles"
-    assert engine.isa is not None, "a resolved configuration has one"
-    return tile_format(engine.isa, engine.lossless_packing)
-
-
-def allocate_caches(
-    packed: PackedModel, engine: EngineConfig, draft: DraftConfig | None = None
-) -> Caches:
-    """Slots and pages for the budget. Raises ConfigError where there is no such memory."""
-    config = packed.config
-    size = engine_cache_size(config, engine, draft)
-    try:
-        return Caches.allocate(
-            config,
-            engine.device,
-            size.num_slots,
-            size.num_pages,
-            engine.page_tokens,
-            cache_dtype=engine.cache_dtype,
-            scales=cache_scales(packed, engine),
-            draft=draft,
-        )
-    except RuntimeError as error:
-        # torch's way to say that there is not enough memory, on any device.
-        raise ConfigError(
-            f"The caches cannot be allocated (KDA slots: {size.num_slots:,}, pages of "
-            f"{engine.page_tokens:,} tokens: {size.num_pages:,}, bytes: {size.num_bytes:,}): "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
-def cache_scales(packed: PackedModel, engine: EngineConfig) -> dict[int, float]:
-    """The scale of each MLA layer's cache: the checkpoint's own, else the engine's."""
-    scales = {}
-    for layer, entry in enumerate(packed.layers):
-        if isinstance(entry.attention, PackedMla):
-            own = entry.attention.cache_scale
-            scales[layer] = engine.layer_cache_scale(layer, None if own is None else float(own))
-    return scales
-
-
 def weights_digest(directory: Path) -> str:
     """Names a checkpoint without reading its weights: its JSON files, the sizes of the others."""
     digest = hashlib.sha256()
@@ -220,7 +237,7 @@ def weights_digest(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def packed_bytes(packed: PackedModel | DraftWeights | None) -> int:
+def packed_bytes(packed: PackedModel | DraftWeights | tuple[Any, ...] | None) -> int:
     """Memory of all packed tensors, each counted once."""
     seen: dict[int, int] = {}
 

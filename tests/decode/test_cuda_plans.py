@@ -126,7 +126,7 @@ def test_the_command_prints_the_plan_that_is_committed(
     [
         (("--arch", "sm_90"), 2, "--arch is of a GPU; --device is cpu, and has to be cuda"),
         (("--compile",), 2, "--compile needs an --arch"),
-        (("--tensor-parallel-size", "8"), 2, "--tensor-parallel-size needs an --arch"),
+        (("--tensor-parallel-size", "7"), 2, "96 KDA heads cannot be divided among 7 ranks"),
         ((*CUDA, "sm_90", "--decode-backend", "auto"), 2, "auto has no plan"),
         ((*CUDA, "sm_90", "--tensor-parallel-size", "7"), 2, "cannot be divided among 7 ranks"),
         ((*CUDA, "sm_80"), 1, "made for sm_90 (Hopper) and later; cuda is sm_80"),

@@ -219,7 +219,7 @@ def test_caches_that_cannot_be_allocated_are_an_error(
     def no_memory(*args: object, **more: object) -> None:
         raise RuntimeError("can't allocate memory\nand where")
 
-    monkeypatch.setattr("kdecode.engine.worker.Caches.allocate", no_memory)
+    monkeypatch.setattr("kdecode.engine.rank.Caches.allocate", no_memory)
     with pytest.raises(ConfigError, match=r"allocated \(KDA slots: 3, .*: can't .* memory$"):
         _build(mini_checkpoint, "auto")
 

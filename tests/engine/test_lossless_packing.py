@@ -10,7 +10,7 @@ import torch
 from kdecode.config import ConfigError, EngineConfig, Isa
 from kdecode.decode.runner import resolve
 from kdecode.engine.engine import LLM
-from kdecode.engine.worker import trunk_format
+from kdecode.engine.rank import trunk_format
 from kdecode.kernels.common.native import supported_isas
 
 PROMPT, REPLY = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23]

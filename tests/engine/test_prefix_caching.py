@@ -34,7 +34,7 @@ def _build(checkpoint: Path, backend: str, **settings: object) -> LLM:
     llm = LLM(checkpoint, decode_backend=backend, **{**defaults, **settings})
     _poison_what_is_free(llm)
     if llm._prefix is not None:
-        for saved in llm._prefix.states._saved:
+        for saved in llm._prefix.states._places._saved:
             poison_(saved)
     return llm
 

@@ -1,0 +1,154 @@
+"""Rank 0's side of a model that several ranks share: it decides, and the others do the same.
+
+Owns what the others are told and in which order, and that a group is broken once and for all: what
+breaks a step on any rank ends every request, with an error that names the rank. Does not know how
+ranks are started or how values travel (`kdecode.parallel`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from kdecode.cache.batch import StepBatch
+from kdecode.cache.mirror import CacheOperation
+from kdecode.config import EngineConfig, ModelConfig
+from kdecode.decode import latency_cpu
+from kdecode.decode.latency_specialized import ROW_BUCKETS
+from kdecode.decode.rank_link import Compare, RankLink
+from kdecode.engine.agreement import Agreement, DisagreementError
+from kdecode.engine.follower import follow
+from kdecode.engine.operations import RunStep, describe
+from kdecode.model.rank_share import share_of
+from kdecode.parallel import launch
+from kdecode.parallel.group import Group
+from kdecode.parallel.ranks import RankError, Ranks
+
+log = logging.getLogger(__name__)
+
+
+class Leader:
+    """The others, as rank 0 sees them. failure: what broke the group; None while it is whole."""
+
+    def __init__(self, group: Group, engine: EngineConfig) -> None:
+        self.failure: RankError | None = None
+        self._group = group
+        self._agreement = (
+            Agreement(group.ranks, group.exchange.gather) if engine.check_ranks else None
+        )
+        self._num_steps = 0
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._group.ranks
+
+    @property
+    def link(self) -> RankLink:
+        return RankLink(
+            self._group.ranks, self._group.exchange, self._group.shared, self.around_step
+        )
+
+    def tell(self, operation: CacheOperation) -> None:
+        """What this rank's caches have done. Of a broken group the next step says so."""
+        if self.failure is not None:
+            return
+        try:
+            self._send(operation)
+        except RankError as error:
+            self._fail(error)
+
+    @contextmanager
+    def around_step(self, batch: StepBatch) -> Iterator[Compare]:
+        """See `AroundStep`. Raises RankError for whatever goes wrong, on whichever rank."""
+        self.require_whole()
+        self._num_steps += 1
+        try:
+            self._send(RunStep(batch))
+            yield lambda prefix: self._compare(batch, prefix)
+        except BaseException as error:
+            self._fail(self._named(error, batch))
+            # An interrupt stays one for its caller; the steps after it are told why they break.
+            if isinstance(error, Exception):
+                raise self.failure from error  # type: ignore[misc]
+            raise
+
+    def require_whole(self) -> None:
+        """Raises RankError where the group is broken."""
+        if self.failure is not None:
+            raise RankError(self.failure.rank, self.failure.what)
+
+    def check(self) -> None:
+        """Raises RankError where another rank has died or stands still."""
+        self.require_whole()
+        try:
+            self._group.check()
+        except RankError as error:
+            self._fail(error)
+            raise
+
+    def wait_until_built(self) -> None:
+        """Until the other ranks can carry out operations. Raises RankError."""
+        try:
+            self._group.wait_until_ready()
+        except RankError as error:
+            self._fail(error)
+            raise
+
+    def close(self) -> None:
+        """Ends the other ranks and gives back what the group shares."""
+        self._group.close()
+
+    def _send(self, operation: CacheOperation | RunStep) -> None:
+        if self._agreement is not None:
+            self._agreement.note(operation)
+        self._group.send(operation)
+
+    def _compare(self, batch: StepBatch, prefix: Tensor) -> None:
+        if self._agreement is not None:
+            self._agreement.compare(batch, prefix)
+
+    def _named(self, error: BaseException, batch: StepBatch) -> RankError:
+        """Which rank is to blame for a step that broke, and when that was."""
+        if isinstance(error, DisagreementError):
+            found = RankError(error.rank, f"of {self.ranks.size} {error},")
+        elif isinstance(error, RankError):
+            # Whose exchange failed need not be whose fault it is.
+            found = self._group.blame(error)
+        else:
+            found = self._group.report(error)
+        return RankError(
+            found.rank, f"{found.what} during step {self._num_steps} ({describe(batch)})"
+        )
+
+    def _fail(self, error: RankError) -> None:
+        """Final: the others are ended at once, so that nothing waits for what never comes."""
+        if self.failure is None:
+            self.failure = error
+            log.error("the ranks of this model are broken: %s", error)
+            self._group.close()
+
+
+def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> Leader:
+    """Starts the other ranks, which build their shares of a checkpoint meanwhile.
+
+    config: of the whole model. engine: a resolved configuration that preflight has passed. Under
+    torchrun only rank 0 returns. Raises ConfigError and RankError.
+    """
+    ranks = Ranks(0, engine.tensor_parallel_size)
+    part_bytes = None
+    if engine.decode_backend == "latency_specialized":
+        share = share_of(config, ranks.size)
+        part_bytes = latency_cpu.exchange_bytes(share, ranks.size, ROW_BUCKETS[-1])
+    group = launch.start(
+        ranks.size,
+        follow,
+        (directory, engine),
+        num_threads=engine.resolved_threads(),
+        timeout_s=engine.rank_timeout_s,
+        part_bytes=part_bytes,
+    )
+    return Leader(group, engine)
