@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch import multiprocessing
 
-# How long the exit status of a process is waited for whose sockets are closed.
-_STATUS_S = 1.0
+# Between the end of a process and its exit status.
+_MOMENT_S = 0.05
+# A killed process ends at once, or waits for a disk and is the system's.
+_KILLED_S = 2.0
 
 
 class Followers:
@@ -43,8 +45,8 @@ class Followers:
         self._started.result()
 
     def exit_of(self, rank: int) -> str | None:
-        """In words, how a process has ended; None where it has not."""
-        code = self._exit_code(rank, _STATUS_S)
+        """In words, how a process has ended; None where it has not, after a moment."""
+        code = self._exit_code(rank, _MOMENT_S)
         if code is None:
             return None
         return f"exited with code {code}" if code >= 0 else f"died with signal {-code}"
@@ -59,8 +61,7 @@ class Followers:
                 process.kill()
         for rank, process in self._processes.items():
             if process.ident is not None:
-                # A killed process ends at once, or waits for a disk and is the system's.
-                self._exit_code(rank, _STATUS_S)
+                self._exit_code(rank, _KILLED_S)
         self._is_over.set()
 
     def _exit_code(self, rank: int, wait_s: float) -> int | None:
@@ -76,6 +77,8 @@ class Followers:
             connection.wait([process.sentinel], left_s)
 
     def _own(self) -> None:
+        # Before: it would unblock what follows in the thread that happens to start it.
+        resource_tracker.ensure_running()
         # Inherited: what a terminal or a supervisor sends to all processes is for rank 0, which
         # ends the others when it has finished.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})

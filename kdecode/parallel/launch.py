@@ -148,7 +148,7 @@ def _lead(
         place.host,
         {rank: line.notes for rank, line in lines.items()},
         settings.timeout_s,
-        (lambda rank: None) if followers is None else followers.exit_of,
+        None if followers is None else followers.exit_of,
     )
     segment = None
     try:

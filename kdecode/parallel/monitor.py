@@ -71,7 +71,8 @@ class Peer:
     is_ready: bool = False
     # It has said why it goes, so that the end of its line is no fault.
     is_leaving: bool = False
-    is_gone: bool = False
+    # Since when its line is closed.
+    gone_at: float | None = None
     exchanges: int = 0
 
 
@@ -89,9 +90,9 @@ class Complaint:
 class Monitor:
     """This rank's watch. lines: a connected socket to every rank that is watched.
 
-    exit_of: in words, how the process of a rank whose line was closed has ended; None where that is
-    not known. progress: how many exchanges this rank has begun. Methods may be called from any
-    thread.
+    exit_of: in words, how the process of a rank has ended; None as long as it has not; not given
+    where that cannot be known. progress: how many exchanges this rank has begun. Methods may be
+    called from any thread.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Monitor:
         host: str,
         lines: Mapping[int, socket.socket],
         timeout_s: float,
-        exit_of: Callable[[int], str | None] = lambda rank: None,
+        exit_of: Callable[[int], str | None] | None = None,
     ) -> None:
         self.ranks = ranks
         self.host = host
@@ -238,7 +239,7 @@ class Monitor:
             if now >= due:
                 if now - due > self._beat_s:
                     # This process did not run itself: the others' beats are still to be read.
-                    self._forgive(now - due)
+                    self._forgive(now, now - due)
                 self._say({"kind": "beat", "exchanges": self.progress()})
                 self._judge(now)
                 due = now + self._beat_s
@@ -248,11 +249,8 @@ class Monitor:
         try:
             notes = peer.notes.read()
         except ChannelClosedError:
-            with self._changed:
-                peer.is_gone = True
-                self._changed.notify_all()
-            if not peer.is_leaving:
-                self._fail(peer.rank, self._exit_of(peer.rank) or "is gone: its line was closed")
+            peer.gone_at = time.monotonic()
+            self._judge_gone(peer, peer.gone_at)
             return False
         peer.heard_at = peer.beat_at = time.monotonic()
         for note in notes:
@@ -281,11 +279,13 @@ class Monitor:
         elif kind == "leaves":
             self._fail(peer.rank, f"has left: {note['why']}")
         elif kind == "verdict":
-            self._end_with(RankError(note["rank"], note["what"]))
+            self._end_with(RankError(note["rank"], note["what"]), None)
 
     def _judge(self, now: float) -> None:
         for peer in self._peers.values():
-            if peer.process is None or peer.is_gone or peer.is_leaving:
+            if peer.gone_at is not None:
+                self._judge_gone(peer, now)
+            if peer.process is None or peer.gone_at is not None or peer.is_leaving:
                 continue
             if now - peer.heard_at > 2 * self._beat_s and peer.pulse is not None:
                 uses_a_core = peer.pulse.beats()
@@ -303,10 +303,23 @@ class Monitor:
         ):
             self._fail(*_verdict(self._complaints, self._progress_of_all()))
 
-    def _forgive(self, seconds: float) -> None:
+    def _judge_gone(self, peer: Peer, now: float) -> None:
+        """Of a process that ends, the line is closed before it can be asked how it ended."""
+        if peer.is_leaving or peer.gone_at is None:
+            return
+        how = None if self._exit_of is None else self._exit_of(peer.rank)
+        if how is not None:
+            self._fail(peer.rank, how)
+            return
+        # One that has not even started keeps nobody waiting, and may take long on a busy machine.
+        limit_s = self.timeout_s * (PATIENCE if peer.process is None else 1)
+        if self._exit_of is None or now - peer.gone_at > limit_s:
+            self._fail(peer.rank, "is gone: its line was closed")
+
+    def _forgive(self, now: float, seconds: float) -> None:
         for peer in self._peers.values():
-            peer.heard_at += seconds
-            peer.beat_at += seconds
+            peer.heard_at = min(now, peer.heard_at + seconds)
+            peer.beat_at = min(now, peer.beat_at + seconds)
 
     # Shared by both sides; every caller may be in any thread.
 
@@ -317,7 +330,7 @@ class Monitor:
 
     def _say(self, note: Mapping[str, Any]) -> None:
         for peer in self._peers.values():
-            if not peer.is_gone:
+            if peer.gone_at is None:
                 peer.notes.write(note)
 
     def _complain(self, rank: int, awaited: int | None, what: str, exchanges: int) -> None:
@@ -342,24 +355,26 @@ class Monitor:
     def _fail(self, rank: int, what: str) -> RankError:
         """A fault that this rank has found. Returns the verdict, which may be an earlier one."""
         error = RankError(rank, f"of {self.ranks.size} {self._process_of(rank)}{what}")
-        if self._end_with(error) and not self.ranks.is_leader and rank != self.ranks.rank:
-            self._say({"kind": "leaves", "why": str(error)})
-        assert self._failure is not None
-        return self._failure
+        if self.ranks.is_leader:
+            return self._end_with(error, {"kind": "verdict", "rank": rank, "what": error.what})
+        # Whoever fails has said so; for another's fault a follower goes without being asked.
+        is_own = rank == self.ranks.rank
+        return self._end_with(error, None if is_own else {"kind": "leaves", "why": str(error)})
 
-    def _end_with(self, error: RankError) -> bool:
-        """False where there was a verdict before."""
+    def _end_with(self, error: RankError, note: Mapping[str, Any] | None) -> RankError:
+        """note: for the others. Returns the verdict, which may be an earlier one."""
         with self._changed:
             if self._failure is not None:
-                return False
+                return self._failure
+            if note is not None:
+                # Before any thread of this rank can know: it may end the process at once.
+                self._say(note)
             self._failure = error
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
-        if self.ranks.is_leader:
-            self._say({"kind": "verdict", "rank": error.rank, "what": error.what})
         for callback in callbacks:
             callback(error)
-        return True
+        return error
 
     def _process_of(self, rank: int) -> str:
         process = os.getpid() if rank == self.ranks.rank else None

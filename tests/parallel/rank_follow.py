@@ -22,19 +22,32 @@ def follow(group: Group) -> None:
 
 
 def carry_out(group: Group, name: str, *args: Any) -> None:
-    """Every rank calls it with the same operation, whose ``rank`` is the one that it is about."""
+    """Every rank calls it with the same operation."""
     if name == "reduce":
         group.exchange.reduce(part_of(group.ranks.rank, *args))
     elif name == "fault":
-        rank, fault, *rest = args
+        rank, fault = args
         if group.ranks.rank == rank:
-            commit(fault, *rest)
+            commit(fault)
+    elif name == "fault while all exchange":
+        rank, fault = args
+        part = part_of(group.ranks.rank, 1, 64)
+        for number in range(1_000_000):
+            if group.ranks.rank == rank and number == 20:
+                commit(fault)
+            group.exchange.reduce(part)
+    elif name == "fault while others compute":
+        # They are at the exchange long after it.
+        rank, fault = args
+        if group.ranks.rank == rank:
+            commit(fault)
+        time.sleep(1.0)
+        group.exchange.reduce(part_of(group.ranks.rank, 1, 64))
     else:
         raise ValueError(f"There is no operation {name!r}.")
 
 
-def commit(fault: str, after_s: float = 0.0) -> None:
-    time.sleep(after_s)
+def commit(fault: str) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":
@@ -48,3 +61,21 @@ def part_of(rank: int, rows: int, columns: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     part = torch.randn(rows, columns, generator=generator)
     return part * 10.0 ** torch.randint(-4, 5, (rows, columns), generator=generator)
+
+
+def fail_while_building(group: Group) -> None:
+    raise ValueError("no such share")
+
+
+class Missing:
+    """A follower's task that its process cannot make out."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_missing, ()
+
+    def __call__(self, group: Group) -> None:
+        raise AssertionError("It is never there.")
+
+
+def _make_missing() -> Missing:
+    raise ImportError("not in this process")
