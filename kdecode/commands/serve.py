@@ -20,10 +20,12 @@ from kdecode.commands.common import (
     InputError,
     add_machine_arguments,
     add_model_argument,
+    add_rank_arguments,
     add_speculative_argument,
     model_directory,
     open_model,
     positive,
+    rank_settings,
 )
 from kdecode.config import DecodeBackend, EngineConfig
 
@@ -142,6 +144,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, default=defaults.seed, help="of unseeded requests")
     add_machine_arguments(group)
+    add_rank_arguments(group)
     add_speculative_argument(group)
 
 
@@ -194,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
     server.run()
+    llm.close()
     if engine.has_died:
         print("kdecode serve: the engine broke; the log above says why", file=sys.stderr)
         return EXIT_BROKEN
@@ -255,6 +259,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         enable_prefix_caching=args.enable_prefix_caching,
         state_interval_tokens=args.mamba_block_size,
         state_cache_bytes=args.state_cache_bytes,
+        **rank_settings(args),
     )
 
 

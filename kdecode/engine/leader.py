@@ -17,8 +17,7 @@ from torch import Tensor
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.mirror import CacheOperation
 from kdecode.config import EngineConfig, ModelConfig
-from kdecode.decode import latency_cpu
-from kdecode.decode.latency_specialized import ROW_BUCKETS
+from kdecode.decode import latency_specialized
 from kdecode.decode.rank_link import Compare, RankLink
 from kdecode.engine.agreement import Agreement, DisagreementError
 from kdecode.engine.follower import follow
@@ -141,8 +140,8 @@ def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> L
     ranks = Ranks(0, engine.tensor_parallel_size)
     part_bytes = None
     if engine.decode_backend == "latency_specialized":
-        share = share_of(config, ranks.size)
-        part_bytes = latency_cpu.exchange_bytes(share, ranks.size, ROW_BUCKETS[-1])
+        share, most = share_of(config, ranks.size), latency_specialized.ROW_BUCKETS[-1]
+        part_bytes = latency_specialized.exchange_bytes(share, ranks.size, most)
     group = launch.start(
         ranks.size,
         follow,
