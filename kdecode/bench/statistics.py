@@ -96,6 +96,17 @@ def _quantile(sums: np.ndarray, sizes: np.ndarray, seed: int, num_resamples: int
     return float(np.clip(np.quantile(distances, CONFIDENCE, method="higher"), least, most))
 
 
+def expected_detectable(spread: float, num_blocks: int) -> float:
+    """The smallest true ratio above 1 that so many blocks would tell from 1 in 80 % of runs.
+
+    spread: standard deviation of the blocks' log ratios, which are taken for normal.
+    """
+    draws = np.random.default_rng(0).normal(0.0, spread, size=(300, num_blocks))
+    found = [estimate_ratio([[(math.exp(v), 1.0)] for v in row], 0, 500) for row in draws]
+    # An effect moves the whole interval: it is seen where it is more than what was below 1.
+    return math.exp(float(np.quantile([-math.log(one.low) for one in found], POWER)))
+
+
 def _log_ratios(block: Sequence[tuple[float, float]]) -> np.ndarray:
     pairs = np.asarray(block, dtype=np.float64)
     if not (np.isfinite(pairs).all() and (pairs > 0).all()):

@@ -126,6 +126,16 @@ def _longest_request(args: argparse.Namespace) -> int:
     )
 
 
+def workload_as_planned(args: argparse.Namespace) -> Workload:
+    """As `workload_of`, of any tokens: the server's vocabulary is not known."""
+    from kdecode.bench.workloads.types import WorkloadError
+
+    try:
+        return _made_or_read(args, args.token_ids or _TOKEN_IDS)
+    except WorkloadError as error:
+        raise InputError(str(error)) from error
+
+
 async def workload_of(args: argparse.Namespace, client: Client) -> Workload:
     from kdecode.bench.serving.http import fetch_json
     from kdecode.bench.workloads.types import WorkloadError

@@ -15,7 +15,7 @@ _OF_SERVERS = (
     *("model_a", "model_b", "api_key", "concurrency", "rate", "sweep_concurrency"),
     *("sweep_prompt_tokens", "preflight", "no_null", "token_ids", "workload", "workload_format"),
     *("agentic", "sessions", "max_pause", "live_replies", "own_times", "out"),
-    *("good_ttft_ms", "good_tpot_ms", "good_e2e_ms"),
+    *("good_ttft_ms", "good_tpot_ms", "good_e2e_ms", "plan", "expect_ttft_ms", "expect_tpot_ms"),
 )
 
 
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def is_about_servers(args: argparse.Namespace) -> bool:
     """Raises InputError for flags of servers where there are none."""
-    given = (args.url_a, args.url_b, args.ratio, args.recipe, args.task)
+    given = (args.url_a, args.url_b, args.ratio, args.recipe, args.task, args.explain)
     if args.serve or any(value is not None for value in given):
         return True
     alone = [name for name in _OF_SERVERS if getattr(args, name) not in (None, False)]

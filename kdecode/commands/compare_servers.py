@@ -32,9 +32,10 @@ Found = TypeVar("Found")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kdecode.commands import compare_tasks
+    from kdecode.commands import compare_plan, compare_tasks
 
     compare_flags.add_arguments(parser)
+    compare_plan.add_arguments(parser)
     compare_tasks.add_arguments(parser)
 
 
@@ -44,6 +45,10 @@ def is_asked_for(args: argparse.Namespace) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kdecode.commands import compare_plan
+
+    if args.explain is not None:
+        return compare_plan.explain(args.explain)
     return _measure(args) if args.ratio is None else _ratio(args.ratio)
 
 
@@ -73,13 +78,15 @@ def _measure(args: argparse.Namespace) -> int:
     from kdecode.bench.serving.report import render
     from kdecode.bench.serving.stored import document_of
     from kdecode.bench.serving.sweep import render_sweep
-    from kdecode.commands import compare_tasks
+    from kdecode.commands import compare_plan, compare_tasks
 
     _check_reports(args)
     # A recipe says what is measured; what is measured says how large servers of ours have to be.
     launches = launches_of(args) if args.recipe is not None else ()
     points = _points(args)
     launches = launches or launches_of(args)
+    if args.plan:
+        return compare_plan.plan(args, points, launches)
     if args.json is not None:
         check_output_file(args.json)
     if args.out is not None:
@@ -108,8 +115,11 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _check_reports(args: argparse.Namespace) -> None:
     """Raises InputError for files that would never be written."""
-    if args.preflight and (args.json is not None or args.out is not None or args.task is not None):
-        raise InputError("--preflight measures nothing; leave out --json, --out and --task.")
+    for flag, is_given in (("--preflight", args.preflight), ("--plan", args.plan)):
+        if is_given and any(x is not None for x in (args.json, args.out, args.task)):
+            raise InputError(f"{flag} measures nothing; leave out --json, --out and --task.")
+    if args.preflight and args.plan:
+        raise InputError("--preflight asks the servers and --plan does not; name one of them.")
     if args.task is not None and args.out is not None:
         raise InputError("--out is a report of speed; grades are written by --json.")
 

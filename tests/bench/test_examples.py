@@ -92,4 +92,4 @@ def test_example(
 
 
 def test_the_page_has_all_of_them() -> None:
-    assert len(examples()) == 15
+    assert len(examples()) == 17

@@ -23,7 +23,8 @@ _RECORDED = re.compile(
     r"(^|[._])(instance_id|(\w+_)?ports?|(\w+_)?ip|host|hostname|(\w+_)?cache_(dir|root)"
     r"|num_(gpu|cpu)_blocks|otlp_traces_endpoint|served_model_name)$"
 )
-_CANNOT_SEE_VLLM = (
+# What has to be told; a server without a resolved configuration tells none of it.
+CANNOT_SEE = (
     "decode backend",
     "parallel sizes",
     "speculative configuration",
@@ -171,6 +172,6 @@ async def _outside(client: Client, model: str) -> ServerFacts:
         model=model,
         config=config,
         recorded={},
-        unread=_CANNOT_SEE_VLLM,
+        unread=CANNOT_SEE,
         unchecked=("weights digest", "template digest", "clocks"),
     )

@@ -202,6 +202,17 @@ def _judge(
     return speed_verdict(found["tpot"]), found
 
 
+def block_orders(design: Design) -> list[list[int]]:
+    """The arms of each block's passes, in their order."""
+    shuffler, found = random.Random(design.seed), []
+    for block in range(design.blocks):
+        order = [0, 1, 1, 0] if block % 2 == 0 else [1, 0, 0, 1]
+        if design.order == "random":
+            shuffler.shuffle(order)
+        found.append(order)
+    return found
+
+
 def pairs_of(passes: Sequence[MeasuredPass]) -> Pairs:
     """Both arms' metrics of the same request in the same pair of passes, block by block."""
     halves: dict[tuple[int, int, str], dict[int, Any]] = {}
@@ -268,12 +279,9 @@ class _Runner:
         self, clients: tuple[Client, Client], what: str
     ) -> tuple[list[MeasuredPass], list[tuple[int, dict[Key, float]]]]:
         """All passes in their order, and by how much each arm's counters grew in each."""
-        design, shuffler = self._design, random.Random(self._design.seed)
+        design = self._design
         passes, growths = [], []
-        for block in range(design.blocks):
-            order = [0, 1, 1, 0] if block % 2 == 0 else [1, 0, 0, 1]
-            if design.order == "random":
-                shuffler.shuffle(order)
+        for block, order in enumerate(block_orders(design)):
             done = [0, 0]
             for place, arm in enumerate(order):
                 self._progress(f"{what} {block + 1} of {design.blocks}", f"pass {place + 1} of 4")

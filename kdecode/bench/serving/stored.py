@@ -113,4 +113,8 @@ def ratio_of(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> Ratio
             f"refused: the comparison {ids[0]} has no ratio; its verdict is "
             f"{baseline['verdict']!r}."
         )
-    return RatioEstimate(**{**found, "blocks": tuple(found["blocks"])})
+    return estimate_of(found)
+
+
+def estimate_of(stored: Mapping[str, Any]) -> RatioEstimate:
+    return RatioEstimate(**{**stored, "blocks": tuple(stored["blocks"])})
