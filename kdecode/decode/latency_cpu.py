@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +24,22 @@ from kdecode.decode.buffers import (
     row_effects,
     value_buffers,
 )
-from kdecode.decode.deployment import Deployment
+from kdecode.decode.deployment import BackendRefusedError, Deployment
 from kdecode.decode.plan import DecodePlan, Step, cannot_run
+from kdecode.decode.shared_run import SharedRun, most_exchanged, step_exchanges
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.traffic import op_weight_bytes
 from kdecode.kernels import table
-from kdecode.kernels.common.fused import refuse_device
+from kdecode.kernels.common.fused import MAX_RANKS, refuse_device
 from kdecode.kernels.common.native import NativeStep, Program
 from kdecode.kernels.contract import Buffers, OpContract, PlanMemory
 from kdecode.model.layout import PackedModel
 from kdecode.model.stages import layer_stages
 
+_NO_SHARED = (
+    "Native steps exchange values through memory that all ranks share; ranks on several hosts have "
+    "none."
+)
 _COMMIT_NOTE = (
     "KDA slots are only read; kda_commit of {} layers moves them past the rows that stay, in one "
     "native call of its own"
@@ -43,6 +49,11 @@ _COMMIT_NOTE = (
 def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str]:
     """Reasons of the device and of each op. rows: of the largest plan."""
     reasons = refuse_device(deployment.problem(None, rows))
+    if deployment.ranks.size > MAX_RANKS:
+        reasons.append(
+            f"Native steps exchange values among up to {MAX_RANKS} ranks; there are "
+            f"{deployment.ranks.size}."
+        )
     for op, layer in _distinct_ops(deployment.config):
         problem = deployment.problem(layer, rows, rows_per_request)
         reasons += table.implementation(op, "cpu").refuse(problem)
@@ -84,7 +95,10 @@ def build(
     caches: Caches,
     memory: PlanMemory | None,
 ) -> DecodePlan:
-    """The plan that was described, on weights and caches."""
+    """The plan that was described, on weights and caches. Raises BackendRefusedError for ranks that
+    have no memory in common."""
+    if not deployment.ranks.is_alone and deployment.shared is None:
+        raise BackendRefusedError([_NO_SHARED])
     rows, rows_per_request = described.rows, described.rows_per_request
     assert rows is not None
     buffers = allocate(described.buffer_specs, memory)
@@ -107,12 +121,29 @@ def build(
         assert isinstance(prepared, NativeStep)
         program.add(prepared.name, prepared.args)
         steps.append(replace(step, run=prepared.run))
+    launch: Callable[[int, int], None] = program.run
+    if not deployment.ranks.is_alone:
+        launch = SharedRun(deployment.shared, program.run, tuple(steps))
+        steps = [
+            replace(step, run=partial(launch, index, index + 1)) for index, step in enumerate(steps)
+        ]
     commit = None
     if rows_per_request > 1:
         commit = _build_commit(deployment, buffers, rows, rows_per_request)
-    return replace(
-        described, steps=tuple(steps), buffers=buffers, launch=program.run, commit=commit
-    )
+    return replace(described, steps=tuple(steps), buffers=buffers, launch=launch, commit=commit)
+
+
+def exchange_bytes(config: ModelConfig, size: int, rows: int) -> int:
+    """Bytes of the largest part that a rank gives in one exchange of a plan of so many rows.
+
+    config: of one rank's share.
+    """
+    exchanges = [
+        values
+        for op, layer in _distinct_ops(config)
+        for values in step_exchanges(config, size, op, _covers(op, config, layer))
+    ]
+    return most_exchanged(exchanges, rows)
 
 
 def layer_ops(config: ModelConfig, layer: int) -> tuple[str, ...]:
@@ -171,6 +202,7 @@ def _describe_step(
         run=cannot_run,
         tolerance=contract.tolerance,
         weight_bytes=op_weight_bytes(packed, layer, op, contract.covers),
+        exchanges=step_exchanges(deployment.config, deployment.ranks.size, op, contract.covers),
     )
 
 
@@ -182,13 +214,18 @@ def _restrict(
     No snapshot has been taken before the first layer's mix.
     """
     readable = names - {"snapshots"} if "attn_mix" in contract.covers and layer == 0 else names
-    covers = contract.covers
-    if layer is not None:
-        present = layer_stages(config, layer)
-        covers = tuple(stage for stage in covers if stage in present)
     return replace(
         contract,
-        covers=covers,
+        covers=_covers(contract.name, config, layer),
         reads=tuple(name for name in contract.reads if name in readable),
         writes=tuple(name for name in contract.writes if name in names),
     )
+
+
+def _covers(op: str, config: ModelConfig, layer: int | None) -> tuple[str, ...]:
+    """The stages of an op that this layer has."""
+    covers = table.contract(op).covers
+    if layer is None:
+        return covers
+    present = layer_stages(config, layer)
+    return tuple(stage for stage in covers if stage in present)

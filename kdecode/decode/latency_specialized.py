@@ -12,6 +12,7 @@ from types import ModuleType
 from kdecode.cache.caches import Caches
 from kdecode.decode import latency_cpu, latency_cuda
 from kdecode.decode.deployment import BackendRefusedError, Deployment
+from kdecode.decode.latency_cpu import exchange_bytes
 from kdecode.decode.plan import DecodePlan
 from kdecode.kernels.common.native import MAX_ROWS
 from kdecode.kernels.contract import PlanMemory
@@ -24,6 +25,7 @@ __all__ = [
     "build",
     "check",
     "describe",
+    "exchange_bytes",
     "refuse",
 ]
 
@@ -42,6 +44,10 @@ def refuse(deployment: Deployment, rows_per_request: int = 1) -> list[str]:
         reasons.append(
             f"KDA and MLA heads must have the same total width; they have {config.kda.width} and "
             f"{config.mla.num_heads * config.mla.v_dim} channels."
+        )
+    if deployment.is_cuda and not deployment.ranks.is_alone:
+        reasons.append(
+            f"The steps of a CUDA plan run on one rank; there are {deployment.ranks.size}."
         )
     if not deployment.context.is_whole:
         reasons.append(

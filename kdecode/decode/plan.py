@@ -142,12 +142,19 @@ class DecodePlan:
             entry.run()
 
     def explain(self) -> str:
-        """One line a step: layer, op, implementation, weight bytes of one row, stages covered."""
-        rows = [("step", "layer", "op", "impl", "weight bytes", "covers")]
+        """One line a step: layer, op, implementation, weight bytes of one row, stages covered.
+
+        Of several ranks also what each gives the others of one row, and how much that is a layer.
+        """
+        has_exchanges = any(step.exchanges for step in self.steps)
+        heads = ("exchanged bytes",) if has_exchanges else ()
+        rows = [("step", "layer", "op", "impl", "weight bytes", *heads, "covers")]
         for index, step in enumerate(self.steps):
             layer = "-" if step.layers[0] is None else str(step.layers[0])
             size = "-" if step.weight_bytes is None else f"{step.weight_bytes:,}"
-            rows.append((str(index), layer, step.op, step.impl, size, " ".join(step.covers)))
+            given = (_exchange_text(step.exchanges),) if has_exchanges else ()
+            covers = " ".join(step.covers)
+            rows.append((str(index), layer, step.op, step.impl, size, *given, covers))
         row_text = "any number of rows"
         if self.rows is not None:
             row_text = f"{self.rows} row{'' if self.rows == 1 else 's'}"
@@ -155,7 +162,42 @@ class DecodePlan:
         total = f"{len(self.steps)} steps"
         if self.launch is not None:
             total += f" in {self.launched_as}"
-        return "\n".join([title, *_table(rows), total, *self.notes]) + "\n"
+        return "\n".join([title, *_table(rows), total, *self._exchange_lines(), *self.notes]) + "\n"
+
+    def _exchange_lines(self) -> list[str]:
+        """Exchanges a step and a layer of each kind; [] for one rank."""
+        layers: dict[int | None, list[tuple[Exchanged, ...]]] = {}
+        for step in self.steps:
+            if step.exchanges:
+                layers.setdefault(step.layers[0], []).extend(step.exchanges)
+        if not layers:
+            return []
+        lines = {}
+        for layer, exchanges in layers.items():
+            if layer is not None:
+                mixer, mlp = self.config.layer_kinds[layer], self.config.mlp_kinds[layer]
+                kind = f"a layer of {mixer} and {mlp}"
+                lines[kind] = f"{kind}: {_given(exchanges)}"
+        every = [values for exchanges in layers.values() for values in exchanges]
+        return [f"a step: {_given(every)}", *lines.values()]
+
+
+def _exchange_text(exchanges: Sequence[Sequence[Exchanged]]) -> str:
+    """An exchange after the other: how, which values together, bytes of one row."""
+    texts = []
+    for values in exchanges:
+        size = sum(value.row_bytes for value in values)
+        names = " + ".join(value.value for value in values)
+        texts.append(f"{values[0].kind} {names} {size:,}")
+    return "; ".join(texts) or "-"
+
+
+def _given(exchanges: Sequence[Sequence[Exchanged]]) -> str:
+    size = sum(value.row_bytes for values in exchanges for value in values)
+    count = len(exchanges)
+    return (
+        f"{count} exchange{'' if count == 1 else 's'}, {size:,} bytes that each rank gives of a row"
+    )
 
 
 def _stage_name(stage: tuple[int | None, str]) -> str:

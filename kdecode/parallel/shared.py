@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from kdecode.kernels.common.native import SharedExchange, available_cores
-from kdecode.parallel.ranks import Ranks
+from kdecode.parallel.ranks import RankError, Ranks
 
 _PAGE_BYTES = 4096
 # A rank that is alive may take so many times as long as one that stands still is waited for.
@@ -59,17 +59,19 @@ def join(
         os.close(file)
 
 
-def failure_text(shared: SharedExchange, place: str) -> tuple[int, str]:
-    """The rank that a failed exchange waited for, and what it did, in words that follow its name.
+def exchange_error(shared: SharedExchange, place: str) -> RankError:
+    """The error of a failed exchange, with the rank that was waited for.
 
     place: where in the step the exchange is.
     """
     failure = shared.failure
     if failure is None:
         raise ValueError("No exchange has failed.")
-    waited = f"rank {failure.waiter} waited for it {place}"
-    if failure.reason == type(failure).Reason.silent:
-        return failure.awaited, f"gave no sign of life for {shared.silence_s:g} s while {waited}"
-    if failure.reason == type(failure).Reason.late:
-        return failure.awaited, f"did not come within {shared.patience_s:g} s while {waited}"
-    return failure.awaited, f"was gone while {waited}"
+    reasons = type(failure).Reason
+    done = {
+        reasons.silent: f"gave no sign of life for {shared.silence_s:g} s",
+        reasons.late: f"did not come within {shared.patience_s:g} s",
+        reasons.reported: "was gone",
+    }[failure.reason]
+    waited = f"while rank {failure.waiter} waited for it {place}"
+    return RankError(failure.awaited, f"of {shared.size} {done} {waited}")

@@ -19,7 +19,7 @@ from kdecode.kernels.common import _native
 from kdecode.kernels.common.native import Pool, SharedExchange, detect_isa, supported_isas
 from kdecode.kernels.exchange.native import reduce_step
 from kdecode.parallel.ranks import Ranks
-from kdecode.parallel.shared import PATIENCE, Segment, failure_text, join
+from kdecode.parallel.shared import PATIENCE, Segment, exchange_error, join
 
 
 @contextmanager
@@ -111,11 +111,11 @@ def test_a_rank_that_is_not_there_is_named_in_time() -> None:
         assert failure is not None
         assert (failure.awaited, failure.number) == (2, 0)
         assert failure.reason == _native.ExchangeFailure.Reason.silent
-        assert failure_text(second, "here") == failure_text(first, "here")
-        blamed, what = failure_text(first, "in the exchange of latent")
-        assert blamed == 2
-        assert what == (
-            f"gave no sign of life for 0.4 s while rank {failure.waiter} waited for it in the "
+        assert str(exchange_error(second, "here")) == str(exchange_error(first, "here"))
+        error = exchange_error(first, "in the exchange of latent")
+        assert error.rank == 2
+        assert error.what == (
+            f"of 3 gave no sign of life for 0.4 s while rank {failure.waiter} waited for it in the "
             "exchange of latent"
         )
         # The end of the group: nobody waits any more.
@@ -132,7 +132,7 @@ def test_a_rank_that_is_alive_has_more_patience_and_an_end_of_it() -> None:
         failure = other.failure
         assert failure is not None
         assert failure.reason == _native.ExchangeFailure.Reason.late
-        assert failure_text(first, "here")[1].startswith("did not come within 2.4 s")
+        assert "did not come within 2.4 s" in exchange_error(first, "here").what
 
 
 def test_somebody_who_knows_ends_the_wait_at_once() -> None:
@@ -141,10 +141,11 @@ def test_somebody_who_knows_ends_the_wait_at_once() -> None:
         timer = threading.Timer(0.3, lambda: other.fail(1))
         timer.start()
         assert _wait_in_vain(first) < 2.0
-        assert failure_text(first, "here") == (1, "was gone while rank 1 waited for it here")
+        error = exchange_error(first, "here")
+        assert str(error) == "Rank 1 of 2 was gone while rank 1 waited for it here"
         # The first failure stays.
         first.fail(0)
-        assert failure_text(first, "here")[0] == 1
+        assert exchange_error(first, "here").rank == 1
         with pytest.raises(IndexError, match="Rank 2 of 2 does not exist"):
             first.fail(2)
 
@@ -162,9 +163,9 @@ def test_a_killed_and_a_stopped_process_are_named(blow: signal.Signals) -> None:
             assert other.pid is not None
             os.kill(other.pid, blow)
             assert _wait_in_vain(first) < 3.0
-            blamed, what = failure_text(first, "here")
-            assert blamed == 1
-            assert "gave no sign of life" in what
+            error = exchange_error(first, "here")
+            assert error.rank == 1
+            assert "gave no sign of life" in error.what
         finally:
             other.kill()
             other.join(10)

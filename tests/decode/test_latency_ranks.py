@@ -1,0 +1,281 @@
+"""Native plans of several ranks against those of one: logits, states and cache rows.
+
+Ranks are threads that exchange through shared memory. What differs from one rank is where the sums
+of divided products are rounded; what every rank has of a value is the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from native_cases import PAGE_TOKENS
+from native_rank_cases import (
+    LOGITS,
+    STATE,
+    Family,
+    Outcome,
+    build,
+    check_together,
+    decode,
+    deployment_for,
+    join_segment,
+    run_native,
+    segment_for,
+    shared_caches,
+    verify,
+    whole_caches,
+)
+from torch import Tensor
+
+from kdecode.cache.batch import StepBatch
+from kdecode.config import ModelConfig
+from kdecode.decode import latency_specialized
+from kdecode.decode.auto import build_auto_plan, run_standard
+from kdecode.decode.deployment import BackendRefusedError, Deployment
+from kdecode.decode.plan import DecodePlan
+from kdecode.decode.runner import load_inputs
+from kdecode.kernels.common.native import supported_isas
+from kdecode.kernels.contract import Exchange
+from kdecode.model.outline import outline_model
+from kdecode.model.rank_share import share_of
+from kdecode.model.weights import CheckpointReader
+from kdecode.parallel.ranks import ALONE, RankError, Ranks
+from kdecode.parallel.shared import Segment
+from kdecode.testing.compare import assert_close, bit_equal
+from kdecode.testing.ranks import run_ranks
+
+
+@pytest.fixture(scope="module", params=["mini_16_checkpoint", "mini_linear_16_checkpoint"])
+def family(request: pytest.FixtureRequest) -> Family:
+    return Family(request.getfixturevalue(request.param), {})
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [*((2, rows) for rows in range(1, 9)), (2, 33), (4, 7), (8, 3), (16, 2)],
+)
+def test_ranks_have_together_what_one_rank_has(family: Family, size: int, rows: int) -> None:
+    batch = decode(rows)
+    whole = whole_caches(family, batch)
+    (one,) = run_native(family, 1, [batch], whole)
+    found = run_native(family, size, [batch], whole)
+    check_together(found, one, batch)
+    # The first layer's state comes before any sum of parts.
+    slots = [request.slot for request in batch.requests]
+    heads = torch.cat([outcome.caches.recurrent[0] for outcome in found], dim=1)
+    bit_equal(heads[slots], one.caches.recurrent[0][slots], "states of layer 0")
+
+
+@pytest.mark.parametrize(
+    ("size", "requests", "each", "kept"), [(2, 3, 4, 2), (4, 1, 8, 8), (16, 2, 3, 1)]
+)
+def test_verify_steps_and_what_stays_of_them(
+    family: Family, size: int, requests: int, each: int, kept: int
+) -> None:
+    """And a plain step behind, on the committed states."""
+    batch = verify(requests, each)
+    behind = StepBatch(
+        tuple(
+            replace(
+                request,
+                token_ids=(9,),
+                start=request.start + kept,
+                all_logits=False,
+                is_verify=False,
+            )
+            for request in batch.requests
+        )
+    )
+    whole = whole_caches(family, batch)
+    for steps in ([batch], [batch, behind]):
+        (one,) = run_native(family, 1, steps, whole, kept)
+        check_together(run_native(family, size, steps, whole, kept), one, steps[-1], kept)
+
+
+def test_an_fp8_cache_is_the_same_on_every_rank(family: Family) -> None:
+    batch = decode(3)
+    whole = whole_caches(family, batch, "fp8")
+    (one,) = run_native(family, 1, [batch], whole, cache_dtype="fp8")
+    found = run_native(family, 4, [batch], whole, cache_dtype="fp8")
+    for outcome in found[1:]:
+        bit_equal(outcome.logits, found[0].logits, "logits")
+    assert_close(found[0].logits, one.logits, LOGITS, "logits")
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+def test_bits_do_not_depend_on_the_number_of_threads(family: Family, isa: str) -> None:
+    batch = decode(5)
+    whole = whole_caches(family, batch)
+    found = [
+        run_native(family, 2, [batch], whole, threads=threads, isa=isa)[1] for threads in (1, 2, 3)
+    ]
+    for other in found[1:]:
+        bit_equal(other.logits, found[0].logits, "logits")
+        for layer, state in found[0].caches.recurrent.items():
+            bit_equal(other.caches.recurrent[layer], state, f"states of layer {layer}")
+
+
+@pytest.mark.parametrize("batch", [decode(4), verify(2, 4)], ids=["decode", "verify"])
+def test_both_backends_of_several_ranks_agree(family: Family, batch: StepBatch) -> None:
+    whole = whole_caches(family, batch)
+
+    def standard(ranks: Ranks, exchange: Exchange) -> Outcome:
+        caches = shared_caches(family, whole, ranks)
+        packed = family.share(ranks)
+        engine = family.loaded(ALONE).engine(decode_backend="auto")
+        plan = build_auto_plan(packed, caches, engine, ranks, exchange)
+        logits = run_standard(plan, batch)
+        caches.commit({r.slot: 2 for r in batch.requests if r.is_verify})
+        return Outcome(logits, plan.buffers["prefix"], caches)
+
+    found = run_native(family, 4, [batch], whole, kept=2)
+    others = run_ranks(4, standard)
+    for native, auto in zip(found, others, strict=True):
+        assert_close(native.logits, auto.logits, LOGITS, "logits")
+        for layer, state in auto.caches.recurrent.items():
+            slots = [request.slot for request in batch.requests]
+            ours = native.caches.recurrent[layer][slots]
+            assert_close(ours, state[slots], STATE, f"states of layer {layer}")
+
+
+def test_two_plans_of_one_exchange_by_turns(family: Family) -> None:
+    """Plans of other rows on one group, step by step and whole: the parts of none are left over."""
+    first, second = decode(2), decode(1)
+    whole = whole_caches(family, first)
+
+    def body(segment: Segment, ranks: Ranks) -> list[Tensor]:
+        shared = join_segment(segment, ranks)
+        deployment = deployment_for(family, ranks, shared)
+        found = []
+        for number, batch in enumerate((first, second, first, second, second)):
+            caches = shared_caches(family, whole, ranks)
+            plan = build(deployment, family.share(ranks), caches, batch)
+            load_inputs(plan, batch)
+            if number % 2:
+                plan.run_until(len(plan.steps) - 1)
+            else:
+                plan.run_range(0, 5)
+                plan.run_range(5, len(plan.steps))
+            found.append(plan.buffers["logits"])
+        return found
+
+    with segment_for(family, 2) as segment:
+        for found in run_ranks(2, lambda ranks, _: body(segment, ranks)):
+            bit_equal(found[2], found[0], "logits of two rows")
+            bit_equal(found[3], found[1], "logits of one row")
+            bit_equal(found[4], found[1], "logits of one row")
+
+
+def test_a_token_that_does_not_exist_is_nan_on_every_rank(family: Family) -> None:
+    """What a missing check would show; see embed."""
+    batch = decode(2)
+    whole = whole_caches(family, batch)
+
+    def body(segment: Segment, ranks: Ranks) -> Tensor:
+        shared = join_segment(segment, ranks)
+        caches = shared_caches(family, whole, ranks)
+        plan = build(deployment_for(family, ranks, shared), family.share(ranks), caches, batch)
+        load_inputs(plan, batch)
+        plan.buffers["row_token"][1] = 10**6
+        plan.run_until(0)
+        return plan.buffers["prefix"].clone()
+
+    with segment_for(family, 4) as segment:
+        for prefix in run_ranks(4, lambda ranks, _: body(segment, ranks)):
+            assert bool(prefix[1].isnan().all())
+            bit_equal(prefix[0], family.share(ALONE).embed[3], "the other row")
+
+
+def run_without(family: Family, ranks: Ranks, segment: Segment, step: int) -> DecodePlan:
+    """A rank that runs only the steps before this one."""
+    batch = decode(1)
+    caches = shared_caches(family, whole_caches(family, batch), ranks)
+    shared = join_segment(segment, ranks, timeout_s=0.3)
+    deployment = deployment_for(family, ranks, shared)
+    plan = build(deployment, family.share(ranks), caches, batch)
+    load_inputs(plan, batch)
+    plan.run_range(0, step)
+    return plan
+
+
+def test_an_exchange_that_fails_says_who_was_waited_for_and_where(
+    mini_16_checkpoint: Path,
+) -> None:
+    family = Family(mini_16_checkpoint, {})
+    with segment_for(family, 2) as segment:
+        family.share(Ranks(1, 2))
+        gone = threading.Thread(target=run_without, args=(family, Ranks(1, 2), segment, 8))
+        gone.start()
+        plan = run_without(family, Ranks(0, 2), segment, 0)
+        with pytest.raises(RankError) as raised:
+            plan.run()
+        gone.join()
+        assert raised.value.rank == 1
+        # Step 8 of the plan is the first of layer 2.
+        assert str(raised.value) == (
+            "Rank 1 of 2 gave no sign of life for 0.3 s while rank 0 waited for it in the exchange "
+            "of attn_delta of layer 2"
+        )
+        with pytest.raises(RankError, match="in exchange 7"):
+            plan.run()
+
+
+def described(config: ModelConfig, ranks: Ranks) -> DecodePlan:
+    share = share_of(config, ranks.size)
+    deployment = Deployment(
+        config=share,
+        device="cpu",
+        isa="avx2",
+        threads=None,
+        cache_dtype="bf16",
+        page_tokens=PAGE_TOKENS,
+        max_context_tokens=128,
+        ranks=ranks,
+    )
+    return latency_specialized.describe(deployment, outline_model(share, "tiles", ranks=ranks), 8)
+
+
+def test_the_plan_says_what_is_exchanged(mini_16_checkpoint: Path) -> None:
+    config = CheckpointReader(mini_16_checkpoint).config
+    lines = described(config, Ranks(3, 4)).explain().splitlines()
+    assert "exchanged bytes" in lines[1]
+    found = {line.split()[2]: line for line in lines[2:] if line.strip()[0].isdigit()}
+    assert " gather prefix 512 " in found["embed"]
+    assert " reduce attn_delta 1,024 " in found["attn_out"]
+    assert " gather router_logits + latent 96 " in found["moe_front"]
+    assert " reduce expert_sum + shared 1,536; gather routed 128 " in found["moe_tail"]
+    assert " gather logits 768 " in found["head"]
+    assert lines[-4:] == [
+        "a step: 20 exchanges, 14,464 bytes that each rank gives of a row",
+        "a layer of kda and dense: 2 exchanges, 2,048 bytes that each rank gives of a row",
+        "a layer of kda and moe: 4 exchanges, 2,784 bytes that each rank gives of a row",
+        "a layer of mla and moe: 4 exchanges, 2,784 bytes that each rank gives of a row",
+    ]
+    assert "exchange" not in described(config, ALONE).explain()
+
+
+def test_what_several_ranks_cannot_run_is_refused(mini_16_checkpoint: Path) -> None:
+    family = Family(mini_16_checkpoint, {})
+    batch = decode(1)
+    deployment = deployment_for(family, Ranks(0, 2), None)
+    caches = shared_caches(family, whole_caches(family, batch), Ranks(0, 2))
+    with pytest.raises(BackendRefusedError, match="ranks on several hosts have none"):
+        latency_specialized.build(deployment, family.share(Ranks(0, 2)), caches, 1)
+    cuda = replace(deployment, device="cuda", arch="sm_90")
+    assert "The steps of a CUDA plan run on one rank; there are 2." in latency_specialized.refuse(
+        cuda
+    )
+    odd = replace(deployment, ranks=Ranks(0, 96))
+    reasons = latency_specialized.refuse(odd)
+    assert "Native steps exchange values among up to 64 ranks; there are 96." in reasons
+    assert "32 experts cannot be divided among 96 ranks." in reasons
+    segment = Segment(2, 4096)
+    shared = join_segment(segment, Ranks(0, 2))
+    small = replace(deployment, shared=shared)
+    with pytest.raises(ValueError, match=r"gives a part of .* bytes to the other ranks"):
+        latency_specialized.build(small, family.share(Ranks(0, 2)), caches, 64)
+    segment.close()
