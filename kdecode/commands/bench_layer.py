@@ -38,11 +38,13 @@ HELP = "every step of the plan: time, bytes, share of the floor"
 SHAPES = ("kimi-k3", "kimi-linear-48b")
 DEFAULT_LAYERS = 4
 # What a shape leaves out, in every text and document that has its figures.
-SHAPE_NOTE = (
-    "one rank's arithmetic with random weights; the exchanges between ranks are not in it: "
-    "after the output projection, after the experts' and the dense MLP's sum, and of the logits. "
-    "The router and both latent projections are whole on every rank"
-)
+SHAPE_NOTE = "random weights"
+RANKS_NOTE = {
+    "cpu": "one rank's steps with random weights, as if it never had to wait for another: what "
+    "others would give is zeros, and auto does not add them up",
+    "cuda": "one rank's arithmetic with random weights; the exchanges between ranks are not in it, "
+    "and the router and both latent projections are whole on every rank",
+}
 
 
 def add_arguments(part: argparse.ArgumentParser) -> None:
@@ -174,7 +176,7 @@ def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, Prob
 
 def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.engine.shape_probe import inspect_shape
-    from kdecode.model.rank_share import release_config, share_of
+    from kdecode.model.rank_share import release_config
 
     if args.drafts is not None:
         raise InputError("--drafts needs a MODEL; a --shape has no step that verifies them.")
@@ -187,9 +189,10 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     document, texts = _bytes(args.shape, size) if size > 1 or args.bytes else ({}, [])
     if args.bytes:
         return document, "\n\n".join(texts)
-    share = share_of(release_config(args.shape, layers), size)
+    whole = release_config(args.shape, layers)
     backends = (args.decode_backend,) if args.decode_backend else get_args(DecodeBackend)
-    head = f"{args.shape}, layers 0 to {layers - 1}, rank {rank} of {size}: {SHAPE_NOTE}."
+    note = SHAPE_NOTE if size == 1 else RANKS_NOTE[args.device.partition(":")[0]]
+    head = f"{args.shape}, layers 0 to {layers - 1}, rank {rank} of {size}: {note}."
     texts.append(head)
     documents = []
     for backend in backends:
@@ -203,14 +206,14 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
         def cost(config: EngineConfig = config, bar: ProgressBar = bar) -> PlanCost:
             return inspect_shape(
-                share, config, args.rows, args.runs, rank, lambda d, n: bar("packing", d, n)
+                whole, config, args.rows, args.runs, rank, lambda d, n: bar("packing", d, n), size
             )
 
         document, text = _timed(read_probe(config), config, cost)
         documents.append(document)
         texts.append(text)
     shape = {"name": args.shape, "layers": layers, "tensor_parallel_size": size, "rank": rank}
-    document |= {"shape": {**shape, "note": SHAPE_NOTE}, "backends": documents}
+    document |= {"shape": {**shape, "note": note}, "backends": documents}
     return document, "\n\n".join(texts)
 
 

@@ -6,6 +6,7 @@ Owns the order of building, as `worker.py` does for a checkpoint. Knows neither 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kdecode.cache.caches import Caches
@@ -20,6 +21,9 @@ from kdecode.engine.preflight import check_description, check_device
 from kdecode.engine.rank import allocate_caches, trunk_format
 from kdecode.model.layout import PackedModel, pack_model
 from kdecode.model.random_reader import RandomReader
+from kdecode.model.rank_share import share_of
+from kdecode.parallel.ranks import ALONE, Ranks
+from kdecode.parallel.stand_in import OwnParts, exchange_alone
 
 
 def inspect_shape(
@@ -29,19 +33,28 @@ def inspect_shape(
     runs: int,
     seed: int,
     progress: Callable[[int, int], None],
+    num_ranks: int = 1,
 ) -> PlanCost:
     """What each step of a decode step costs, at ``engine.max_context_tokens`` tokens of context.
 
-    Raises ConfigError and BackendRefusedError as an engine does.
+    Of several ranks, one rank's steps, as if it never had to wait for another; on a GPU they
+    exchange nothing, and the matrices of which ranks gather rows are whole. Raises ConfigError and
+    BackendRefusedError as an engine does.
     """
-    engine = resolve(engine)
-    packed, caches = _made_up(config, engine, seed, progress)
+    engine, ranks = resolve(engine), Ranks(0, num_ranks)
+    if engine.device != "cpu":
+        config, ranks = share_of(config, num_ranks), ALONE
+    packed, caches = _made_up(config, engine, seed, progress, ranks)
     # One plan, and not all of an engine: on a GPU each would be compiled.
     if engine.decode_backend == "latency_specialized" and rows in row_buckets(engine):
-        deployment = deployment_of(config, engine)
+        deployment = deployment_of(packed.config, engine, ranks)
+        if not ranks.is_alone:
+            part_bytes = latency_specialized.exchange_bytes(packed.config, ranks.size, rows)
+            deployment = replace(deployment, shared=exchange_alone(ranks, part_bytes))
         plan = latency_specialized.build(deployment, packed, caches, rows)
     else:
-        plan = build_auto_plan(packed, caches, engine)
+        exchange = None if ranks.is_alone else OwnParts(ranks)
+        plan = build_auto_plan(packed, caches, engine, ranks, exchange)
     threads = engine.resolved_threads()
     with plan_probe(packed, plan, caches, rows, engine.max_context_tokens, threads) as probe:
         return probe.measure(runs)
@@ -78,12 +91,16 @@ def tune_shape(
 
 
 def _made_up(
-    config: ModelConfig, engine: EngineConfig, seed: int, progress: Callable[[int, int], None]
+    config: ModelConfig,
+    engine: EngineConfig,
+    seed: int,
+    progress: Callable[[int, int], None],
+    ranks: Ranks = ALONE,
 ) -> tuple[PackedModel, Caches]:
-    """Random weights and empty caches of a resolved configuration."""
-    check_description(config, engine)
+    """Random weights and empty caches of a resolved configuration; those of one of ``ranks``."""
+    reader = RandomReader(config, seed, ranks)
+    check_description(reader.config, engine)
     check_processor(engine)
     check_device(engine.device)
-    reader = RandomReader(config, seed)
     packed = pack_model(reader, trunk_format(engine), progress, engine.device, engine.isa)
     return packed, allocate_caches(packed, engine)

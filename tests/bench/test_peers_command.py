@@ -127,16 +127,21 @@ def test_what_is_not_there_ends_in_one_line(
         assert message in capsys.readouterr().err
 
 
-def test_a_shape_is_timed_on_both_backends() -> None:
-    config = ModelConfig.from_checkpoint(released_config(PRESETS["mini"]))
+@pytest.mark.parametrize(("preset", "num_ranks"), [("mini", 1), ("mini-16", 8)])
+def test_a_shape_is_timed_on_both_backends(preset: str, num_ranks: int) -> None:
+    config = ModelConfig.from_checkpoint(released_config(PRESETS[preset]))
     for backend in ("auto", "latency_specialized"):
         engine = EngineConfig(
             decode_backend=backend, num_threads=1, max_context_tokens=8, max_requests=2
         )
-        cost = inspect_shape(config, engine, 2, 1, 0, lambda done, of: None)
+        cost = inspect_shape(config, engine, 2, 1, 0, lambda done, of: None, num_ranks)
         assert (cost.backend, cost.rows) == (backend, 2)
         assert cost.plan_microseconds > 0
-        assert {step.layer for step in cost.steps} == {None, *range(9)}
+        assert {step.layer for step in cost.steps} == {None, *range(config.num_layers)}
         experts = [s.distinct_experts for s in cost.steps if s.distinct_experts is not None]
-        assert len(experts) == 8
+        assert len(experts) == config.num_layers - 1
         assert all(4 <= count <= 8 for count in experts)
+        if backend == "auto":
+            router = next(step for step in cost.steps if step.covers == ("route",))
+            own = config.moe.num_experts // num_ranks
+            assert router.weight_bytes == 2 * own * config.hidden_size
