@@ -37,6 +37,15 @@ RULES: dict[str, tuple[str, ...]] = {
     "bench": ("bench", "config", "engine", "model.tokenizer"),
     "eval": ("config", "engine", "eval", "model.tokenizer"),
     "server": ("config", "engine", "model.chat", "model.tokenizer", "server"),
+    "replicas": (
+        "config",
+        "commands.common",
+        "commands.config_file",
+        "commands.serve",
+        "engine.async_engine",
+        "replicas",
+        "server",
+    ),
     "engine": (
         "config",
         "engine",
@@ -53,6 +62,7 @@ RULES: dict[str, tuple[str, ...]] = {
 ANYWHERE = ("parallel.ranks", "parallel.context")
 # Modules that may import more than their package.
 EXCEPTIONS: dict[str, tuple[str, ...]] = {
+    "bench.collectives": ("kernels.common", "kernels.exchange", "parallel"),
     "bench.kernel": ("kernels.common",),
     "bench.device": ("kernels.common",),
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kdecode.commands import (
+    bench_collectives,
     bench_contention,
     bench_import_log,
     bench_layer,
@@ -66,6 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "contention", help=bench_contention.HELP, formatter_class=formatter
     )
     bench_contention.add_arguments(contention)
+    collectives = parts.add_parser(
+        "collectives", help=bench_collectives.HELP, formatter_class=formatter
+    )
+    bench_collectives.add_arguments(collectives)
     log = parts.add_parser("import-log", help=bench_import_log.HELP, formatter_class=formatter)
     bench_import_log.add_arguments(log)
 
@@ -78,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         "tune": bench_tune.run,
         "peers": bench_peers.run,
         "contention": bench_contention.run,
+        "collectives": bench_collectives.run,
         "import-log": bench_import_log.run,
     }
     from kdecode.bench.decode_speed import NoWindowError
