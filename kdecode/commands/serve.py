@@ -32,6 +32,8 @@ from kdecode.config import DecodeBackend, EngineConfig
 if TYPE_CHECKING:
     import uvicorn
 
+    from kdecode.server.api import ServerConfig
+
 HELP = "serve a model over HTTP"
 DESCRIPTION = (
     "The interface is OpenAI's (completions, chat completions, models) with /metrics, /health, "
@@ -149,11 +151,10 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = _engine_config(args)
+    config = engine_config(args)
     try:
         from kdecode.commands.draining_server import DrainingServer
-        from kdecode.server.api import ServerConfig, create_app
-        from kdecode.server.guard import Limits
+        from kdecode.server.api import create_app
     except ModuleNotFoundError as error:
         raise InputError(
             f"{error.name} is not installed; serving needs `pip install 'kdecode[serve]'`."
@@ -167,21 +168,14 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.model is None and args.config is not None:
-        args.model = _model_of(config_file.read(args.config))
+        args.model = model_of(config_file.read(args.config))
     directory = model_directory(args)
-    _check_parsers(args, directory)
+    check_parsers(args, directory)
     llm = open_model(directory, config)
     # The server is made for the application, and the engine's death has to reach the server.
     servers: list[uvicorn.Server] = []
     engine = AsyncEngine(llm, on_death=lambda: _stop(servers))
-    app = create_app(
-        engine,
-        ServerConfig(
-            served_names=args.served_model_name or [directory.resolve().name],
-            api_keys=args.api_key,
-            limits=Limits(max_body_bytes=args.max_body_bytes),
-        ),
-    )
+    app = create_app(engine, server_config(args, directory))
     server = DrainingServer(
         app,
         engine,
@@ -204,14 +198,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_of(settings: dict[str, Any]) -> str | None:
+def model_of(settings: dict[str, Any]) -> str | None:
     model = settings.get("model")
     if model is not None and not isinstance(model, str):
-        raise InputError(f"model is {model!r} in the configuration file; it must be a directory.")
+        raise InputError(f"model is {model!r} in the configuration; it must be a directory.")
     return model
 
 
-def _check_parsers(args: argparse.Namespace, directory: Path) -> None:
+def check_parsers(args: argparse.Namespace, directory: Path) -> None:
     """Raises InputError for parsers that are not the model's: replies have one format."""
     named = {
         "--reasoning-parser": args.reasoning_parser,
@@ -234,13 +228,25 @@ def _check_parsers(args: argparse.Namespace, directory: Path) -> None:
         )
 
 
+def server_config(args: argparse.Namespace, directory: Path) -> ServerConfig:
+    """The interface of these flags to the model in this directory."""
+    from kdecode.server.api import ServerConfig
+    from kdecode.server.guard import Limits
+
+    return ServerConfig(
+        served_names=args.served_model_name or [directory.resolve().name],
+        api_keys=args.api_key,
+        limits=Limits(max_body_bytes=args.max_body_bytes),
+    )
+
+
 def _stop(servers: list[uvicorn.Server]) -> None:
     for server in servers:
         server.should_exit = True
 
 
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Raises ConfigError, InputError."""
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine of these flags. Raises ConfigError, InputError."""
     return EngineConfig(
         decode_backend=_decode_backend(args),
         device=args.device,

@@ -44,22 +44,26 @@ _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """served_names: what clients call the model. api_keys: none for a server open to all."""
+    """served_names: what clients call the model. api_keys: none for a server open to all.
+
+    engine: the label of this engine in metrics, where several are read together.
+    """
 
     served_names: Sequence[str]
     api_keys: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
+    engine: str = "0"
 
 
 def create_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     """The application around a running engine, which it stops when it ends."""
     fingerprint = config_fingerprint(engine.llm)
-    metrics = Metrics(engine.llm, config.served_names[0])
+    metrics = Metrics(engine.llm, config.served_names[0], config.engine)
     engine.llm.loop.watcher = metrics.on_step
     service = Service(engine, metrics, config.served_names, fingerprint["digest"])
 
@@ -169,7 +173,7 @@ def _add_information(app: FastAPI, service: Service, fingerprint: dict[str, Any]
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return PlainTextResponse(service.metrics.text(), media_type=_METRICS_TYPE)
+        return PlainTextResponse(service.metrics.text(), media_type=METRICS_TYPE)
 
     @app.get("/config/fingerprint", response_model=None)
     async def config() -> Response:

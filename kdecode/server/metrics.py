@@ -30,11 +30,11 @@ _LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """All metrics of one served model, in a registry of its own."""
+    """All metrics of one served model, in a registry of its own. engine: its label in them."""
 
-    def __init__(self, llm: LLM, model_name: str) -> None:
+    def __init__(self, llm: LLM, model_name: str, engine: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = (model_name, "0")
+        self._labels = (model_name, engine)
         self.registry.register(_EngineState(llm, self._labels))
         self._prompt_tokens = self._counter(
             "vllm:prompt_tokens", "Prompt tokens of requests that began"

@@ -92,7 +92,7 @@ def test_flags_reach_the_engine() -> None:
     def config(*argv: str):  # type: ignore[no-untyped-def]
         parser = argparse.ArgumentParser()
         command.add_arguments(parser)
-        return command._engine_config(parser.parse_args(argv))
+        return command.engine_config(parser.parse_args(argv))
 
     assert config().enable_prefix_caching is True
     assert config("--no-enable-prefix-caching").enable_prefix_caching is False

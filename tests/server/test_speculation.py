@@ -11,7 +11,7 @@ import pytest
 from served_model import Served, serve
 
 from kdecode.cli import build_parser
-from kdecode.commands.serve import _engine_config as engine_config
+from kdecode.commands.serve import engine_config
 from kdecode.config_speculative import SpeculativeConfig
 from kdecode.model.draft_synthesis import make_draft
 
