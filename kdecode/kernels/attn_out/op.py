@@ -7,7 +7,9 @@ On a snapshot layer the prefix as it came in is pushed, and a new one starts fro
 
     snapshots[n] = prefix;  prefix = attn_delta   n: snapshots of the layers below
 
-One phase: tiles of o_proj, each with its columns of the residual.
+One phase: tiles of o_proj, each with its columns of the residual. Of several ranks, each of which
+has the columns of its heads: tiles of o_proj, unrounded | exchange | sums in the order of the
+ranks, rounded once, with their columns of the residual.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@
 act is SiLU(g) u or SiTU, in fp32.
 
 Phases: mix and norm (rows are split) | pairs of gate and up tiles | tiles of down, each with its
-columns of the residual add.
+columns of the residual add. Of several ranks, each of which has a part of the width, the tiles of
+down are unrounded, and behind an exchange their sums are rounded once and added to the residual.
 """
 
 from __future__ import annotations

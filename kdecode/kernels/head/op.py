@@ -4,7 +4,8 @@
     head_in   = RMSNorm(final_mix; norm)          fp32 statistics and weight, rounded once
     logits    = bf16(head_in head^T)              kept as fp32
 
-Phases: mix and norm (rows are split) | tiles of the head (split by bytes).
+Phases: mix and norm (rows are split) | tiles of the head (split by bytes). Of several ranks each
+has the logits of its part of the vocabulary, and behind an exchange every rank has all.
 """
 
 from __future__ import annotations

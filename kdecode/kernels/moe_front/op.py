@@ -13,7 +13,9 @@ input; moe_tail finishes that stage and is the step that covers it. A row of NaN
 0 .. N-1 with NaN weights.
 
 Phases: mix and norm (rows are split) | pairs of shared tiles, latent tiles, router tiles (split by
-bytes) | selection (rows are split).
+bytes) | selection (rows are split). Of several ranks, each of which has rows of the router and of
+latent_down: latent tiles, router tiles | one exchange of both, while it is under way the pairs of
+shared tiles | rows of all ranks side by side, and selection, on every rank.
 """
 
 from __future__ import annotations

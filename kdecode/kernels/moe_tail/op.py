@@ -13,6 +13,12 @@ A step of several rows reads each distinct expert once, for all rows that chose 
 Phases: gate and up of the distinct experts, then tiles of shared_down | down of the distinct
 experts | weighted sums (split by columns) | norm (rows are split) | tiles of latent_up with the
 residual add.
+
+Of several ranks, each of which has a part of every expert's width and of the shared experts', no
+rank has e_k or shared whole, so that neither is rounded by itself: expert_sum is bf16 of the sum
+over ranks of sum_k route_weights[k] part_k, shared bf16 of the sum over ranks. Both are exchanged
+at once, behind the weighted sums; tiles of latent_up, of which a rank has its rows, are exchanged
+before the residual add.
 """
 
 from __future__ import annotations
