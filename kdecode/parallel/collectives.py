@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
-from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from kdecode.parallel.ranks import RankError, Ranks
 
@@ -40,7 +39,8 @@ def connect(
     Not torch's default group, which belongs to the process that embeds the engine. address: of this
     host, at which the others reach it; interface: the network interface instead.
     """
-    options = ProcessGroupGloo._Options()
+    # torch's own stub has other names than the class.
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     where = {"hostname": address} if interface is None else {"interface": interface}
     options._devices = [ProcessGroupGloo.create_device(**where)]
     options._timeout = timedelta(seconds=timeout_s)

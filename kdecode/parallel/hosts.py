@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from kdecode.config import ConfigError
 from kdecode.parallel.channel import Frames, framed
@@ -82,10 +83,8 @@ def accept(store: Store, ranks: Ranks, address: str, timeout_s: float) -> dict[i
                 raise RankError(
                     missing, f"of {ranks.size} has not called within {timeout_s:g} s"
                 ) from None
-            greeting = _greeting(caller)
-            key = greeting.get("rank"), greeting.get("kind")
-            is_ours = greeting.get("word") == word and key not in found
-            if not is_ours or key[0] not in range(1, ranks.size) or key[1] not in _KINDS:
+            key = _caller(caller, word, ranks.size)
+            if key is None or key in found:
                 caller.close()
                 continue
             found[key] = _prepared(caller)
@@ -118,18 +117,23 @@ def _prepared(line: socket.socket) -> socket.socket:
     return line
 
 
-def _greeting(caller: socket.socket) -> dict[str, Any]:
-    """Who a caller says it is; nothing where it is not one of ours."""
-    caller.settimeout(_GREETING_S)
-    frames, length = Frames(), 0
+def _caller(line: socket.socket, word: str, size: int) -> tuple[int, str] | None:
+    """Which follower calls, and for what; None where it is none of ours."""
+    greeting = _greeting(line)
+    rank, kind = greeting.get("rank"), greeting.get("kind")
+    if greeting.get("word") != word or not isinstance(rank, int) or kind not in _KINDS:
+        return None
+    return (rank, kind) if 1 <= rank < size else None
+
+
+def _greeting(line: socket.socket) -> dict[str, Any]:
+    """Who a caller says it is; nothing where it does not."""
+    line.settimeout(_GREETING_S)
+    frames = Frames()
     try:
-        while length <= _MAX_GREETING_BYTES:
-            # A byte at a time: what follows the greeting is the line's.
-            data = caller.recv(1)
-            if not data:
-                break
-            length += 1
-            frames.add(data)
+        # A byte at a time: what follows the greeting is for whoever uses the line.
+        for _ in range(_MAX_GREETING_BYTES):
+            frames.add(line.recv(1))
             message = frames.take()
             if message is not None:
                 greeting = json.loads(message)

@@ -20,7 +20,8 @@ from multiprocessing import util
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from kdecode.config import ConfigError, torch_run
 from kdecode.parallel import hosts

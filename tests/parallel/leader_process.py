@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
 
 import rank_follow
+import torch
 
 from kdecode.parallel import launch
 from kdecode.parallel.group import Group
@@ -16,6 +18,10 @@ def main(size: int, timeout_s: float, doing: str) -> None:
     group = launch.start(size, rank_follow.follow, timeout_s=timeout_s)
     group.wait_until_ready()
     print(json.dumps(list(group.processes.values())), flush=True)
+    if doing == "sums":
+        _check_sums(group)
+        group.close()
+        print(f"the sums are right on {group.num_hosts} hosts")
     if doing == "exchanges":
         while True:
             _exchange(group)
@@ -32,6 +38,14 @@ def main(size: int, timeout_s: float, doing: str) -> None:
     while doing == "nothing":
         group.check()
         time.sleep(0.05)
+
+
+def _check_sums(group: Group) -> None:
+    for shape in ((1, 3), (5, 1024)):
+        group.send(("reduce", *shape))
+        found = group.exchange.reduce(rank_follow.part_of(0, *shape))
+        parts = [rank_follow.part_of(rank, *shape) for rank in range(group.ranks.size)]
+        assert torch.equal(found, functools.reduce(torch.add, parts).to(torch.bfloat16))
 
 
 def _exchange(group: Group) -> None:

@@ -35,6 +35,17 @@ def test_sums_are_added_in_the_order_of_the_ranks(group: Group, shape: tuple[int
     assert torch.equal(found, expected.to(torch.bfloat16))
 
 
+def test_a_group_has_nothing_that_could_be_left(group: Group) -> None:
+    """Its memory and sockets have no names, so that whatever ends a process ends them."""
+    for process in group.processes.values():
+        there = Path(f"/proc/{process}")
+        files = [os.readlink(path) for path in (there / "fd").iterdir()]
+        files += [f"/{line.partition('/')[2]}" for line in (there / "maps").read_text().split("\n")]
+        # The others are pytest's, which has removed their names.
+        named = [file for file in files if not file.endswith("(deleted)")]
+        assert not [file for file in named if file.startswith(("/dev/shm", "/tmp", "/run"))]
+
+
 def test_a_closed_group_leaves_no_process() -> None:
     group = launch.start(2, rank_follow.follow)
     processes = group.processes.values()

@@ -1,0 +1,143 @@
+"""Ranks that torchrun has started: on this host, and on two, which are network namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kdecode.config import ConfigError, TorchRun, torch_run
+
+SCRIPT = str(Path(__file__).with_name("leader_process.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LIMIT_S = 120.0
+
+# Two network namespaces with a wire between them. Commands of both hosts are in $1 and $2, and this
+# script lives as long as the shorter of them.
+TWO_HOSTS = """
+set -e
+ip link set lo up
+unshare -n sleep 300 & other=$!
+trap 'kill $other' EXIT
+until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
+ip link add host0 type veth peer name host1 netns $other
+ip addr add 10.93.0.1/24 dev host0
+ip link set host0 up
+enter="nsenter --preserve-credentials --net=/proc/$other/ns/net"
+$enter ip link set lo up
+$enter ip addr add 10.93.0.2/24 dev host1
+$enter ip link set host1 up
+eval "$enter $2" & second=$!
+eval "$1"
+wait $second
+"""
+
+
+def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert torch_run() is None
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
+        torch_run()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    host = os.uname().nodename
+    assert torch_run() == TorchRun(1, 4, host, "10.0.0.1", 29500, None)
+    monkeypatch.setenv("GROUP_RANK", "3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert torch_run() == TorchRun(1, 4, "3", "10.0.0.1", 29500, "eth1")
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'four'"):
+        torch_run()
+
+
+def test_ranks_of_torchrun_exchange_and_end() -> None:
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, "2", "5", "sums"]
+    with _running(command) as run:
+        told, text = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 0, text
+    assert "the sums are right on 1 hosts" in told
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_is_refused() -> None:
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, "4", "5", "sums"]
+    with _running(command) as run:
+        _, text = run.communicate(timeout=LIMIT_S)
+    assert run.returncode != 0
+    assert "tensor_parallel_size is 4, but torchrun has started 2 processes" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_rank_of_torchrun_that_dies_or_stands_still_is_named(fault: str) -> None:
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, "2", "2", "exchanges"]
+    with _running(command) as run:
+        assert run.stdout is not None
+        (process,) = re.findall(r"[0-9]+", run.stdout.readline())
+        os.kill(int(process), number)
+        begin = time.monotonic()
+        assert run.stderr is not None
+        lines = iter(run.stderr.readline, "")
+        error = next(line for line in lines if "RankError: Rank" in line)
+        assert time.monotonic() - begin < 10
+        assert f"Rank 1 of 2 (process {process})" in error
+        # torchrun itself gives the others half a minute.
+        os.kill(int(process), signal.SIGKILL)
+        run.communicate(timeout=LIMIT_S)
+    assert run.returncode != 0
+
+
+@pytest.mark.slow
+def test_two_hosts_exchange() -> None:
+    _require_namespaces()
+    each = (
+        f"{' '.join(TORCHRUN)} --nnodes 2 --nproc-per-node 2 --node-rank {{}} "
+        f"--master-addr 10.93.0.1 --master-port 29517 {SCRIPT} 4 5 sums"
+    )
+    command = ["unshare", "-rn", "bash", "-c", TWO_HOSTS, "-", each.format(0), each.format(1)]
+    with _running(command) as run:
+        told, text = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 0, text
+    assert "the sums are right on 2 hosts" in told
+
+
+def _require_namespaces() -> None:
+    probe = subprocess.run(
+        ["unshare", "-rn", "bash", "-c", TWO_HOSTS, "-", "true", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert probe.returncode == 0, (
+        "This machine does not let its user make two network namespaces and a wire between them, "
+        f"so that two hosts cannot be shown on it: {probe.stderr.strip()}"
+    )
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A session of its own, of which nothing is left."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        try:
+            yield run
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
