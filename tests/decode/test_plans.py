@@ -39,6 +39,9 @@ CASES: dict[str, tuple[DecodeBackend, int, int]] = {
     "latency_specialized.verify": ("latency_specialized", 8, 8),
 }
 DRAFTED = ("mini", "kimi-k3")
+# One rank's plan: what it exchanges with the others is part of the text.
+SHARED = ("kimi-k3", "kimi-linear-48b")
+RANKS = 16
 UPDATE = "pytest tests/decode/test_plans.py --update-plans"
 
 
@@ -75,6 +78,16 @@ def test_plan_of_a_draft_is_the_committed_one(request: pytest.FixtureRequest, mo
     _check_snapshot(request, text, PLANS / f"{model}.draft.txt")
 
 
+@pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
+@pytest.mark.parametrize("model", SHARED)
+def test_plan_of_a_rank_is_the_committed_one(
+    request: pytest.FixtureRequest, model: str, backend: DecodeBackend
+) -> None:
+    config = ModelConfig.from_checkpoint(CONFIGS[model])
+    text = describe_plan(config, _engine(backend, tensor_parallel_size=RANKS), 1)[0].explain()
+    _check_snapshot(request, text, PLANS / f"{model}.ranks-{RANKS}.{backend}.txt")
+
+
 def test_a_draft_of_auto_and_one_of_grouped_attention_have_no_plan() -> None:
     target = ModelConfig.from_checkpoint(CONFIGS["mini"])
     draft = DraftConfig.from_checkpoint(draft_document("inferact", target))
@@ -102,6 +115,11 @@ def test_a_layer_is_at_most_four_launches(model: str, rows: int) -> None:
 def test_every_snapshot_belongs_to_a_case() -> None:
     expected = {f"{model}.{case}.txt" for model in CONFIGS for case in CASES}
     expected |= {f"{model}.draft.txt" for model in DRAFTED}
+    expected |= {
+        f"{model}.ranks-{RANKS}.{backend}.txt"
+        for model in SHARED
+        for backend in ("auto", "latency_specialized")
+    }
     assert {path.name for path in PLANS.glob("*.txt")} == expected
 
 
