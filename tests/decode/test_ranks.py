@@ -7,122 +7,26 @@ logits and caches agree as two backends do; what every rank has of a value is th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from standard_rank_cases import FAMILIES, PAGE_TOKENS, Outcome, Setting, check, run_all, run_steps
 
-from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
-from kdecode.decode.auto import build_auto_plan, run_standard
+from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.plan import DecodePlan
 from kdecode.kernels import table
-from kdecode.kernels.contract import Exchange, Problem, Tolerance
-from kdecode.model.layout import TrunkFormat, pack_model
+from kdecode.kernels.contract import Problem
+from kdecode.model.layout import TrunkFormat
 from kdecode.model.outline import outline_model
 from kdecode.model.presets import PRESETS, released_config
 from kdecode.model.rank_share import share_of
 from kdecode.model.synthesis import make_checkpoint
-from kdecode.model.weights import CheckpointReader
 from kdecode.parallel.ranks import ALONE, Ranks
-from kdecode.testing.compare import assert_close, bit_equal
-from kdecode.testing.ranks import run_ranks
-
-# The bounds of one rank against the reference.
-LOGITS = Tolerance(rtol=0.0, atol=0.5, rms_ratio=2e-2)
-STATE = Tolerance(rtol=0.0, atol=0.25, rms_ratio=1.5e-2)
-ROWS = Tolerance(rtol=0.0, atol=0.4, rms_ratio=2.5e-2)
-FAMILIES = {"k3": "mini_16_checkpoint", "linear": "mini_linear_16_checkpoint"}
-PAGE_TOKENS, NUM_PAGES, NUM_SLOTS = 16, 12, 3
-# A verify step of four rows, of which so many stay.
-DRAFTED, KEPT = 4, 2
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank has after every step, and at the end."""
-
-    logits: list[Tensor]
-    prefixes: list[Tensor]
-    conv: dict[int, Tensor]
-    recurrent: dict[int, Tensor]
-    pages: dict[int, Tensor]
-    config: ModelConfig
-
-
-def steps(vocab: int) -> list[StepBatch]:
-    """A prompt in chunks, a second one beside decoding, decode rows, a verify step, one after it.
-
-    The second request has slot 2 and the later pages.
-    """
-    tokens = torch.randint(vocab, (120,), generator=torch.Generator().manual_seed(7)).tolist()
-    first, second = tuple(range(6)), tuple(range(6, 12))
-
-    def one(begin: int, end: int, start: int, is_decode: bool = False) -> StepRequest:
-        return StepRequest(tuple(tokens[begin:end]), start, 0, first, is_decode)
-
-    def other(begin: int, end: int, start: int, is_decode: bool = False) -> StepRequest:
-        return StepRequest(tuple(tokens[60 + begin : 60 + end]), start, 2, second, is_decode)
-
-    verified = replace(one(43, 43 + DRAFTED, 43, True), is_verify=True, all_logits=True)
-    after = 43 + KEPT
-    return [
-        StepBatch((one(0, 23, 0),)),
-        StepBatch((one(23, 40, 23),)),
-        StepBatch((one(40, 41, 40, True), other(0, 30, 0))),
-        StepBatch((one(41, 42, 41, True), other(30, 31, 30, True))),
-        StepBatch((one(42, 43, 42, True), other(31, 32, 31, True))),
-        StepBatch((verified,)),
-        StepBatch((one(after, after + 1, after, True), other(32, 33, 32, True))),
-    ]
-
-
-def run_steps(
-    directory: Path, trunk: TrunkFormat, ranks: Ranks, exchange: Exchange | None
-) -> Outcome:
-    reader = CheckpointReader(directory, ranks=ranks)
-    packed = pack_model(reader, trunk)
-    engine = EngineConfig(page_tokens=PAGE_TOKENS, max_context_tokens=96)
-    caches = Caches.allocate(reader.config, "cpu", NUM_SLOTS, NUM_PAGES, PAGE_TOKENS)
-    plan = build_auto_plan(packed, caches, engine, ranks, exchange)
-    logits, prefixes = [], []
-    for batch in steps(reader.whole.vocab_size):
-        logits.append(run_standard(plan, batch))
-        prefixes.append(plan.buffers["prefix"].clone())
-        if batch.requests[0].is_verify:
-            caches.commit({batch.requests[0].slot: KEPT})
-    return Outcome(logits, prefixes, caches.conv, caches.recurrent, caches.pages, reader.config)
-
-
-def run_all(directory: Path, size: int, trunk: TrunkFormat = "rows") -> list[Outcome]:
-    if size == 1:
-        return [run_steps(directory, trunk, ALONE, None)]
-    return run_ranks(size, lambda ranks, exchange: run_steps(directory, trunk, ranks, exchange))
-
-
-def joined_windows(found: list[Outcome], layer: int) -> Tensor:
-    """[slots, W - 1, 3D] of all heads: each rank has its own heads' q, k and v."""
-    parts = [outcome.conv[layer].chunk(3, dim=-1) for outcome in found]
-    return torch.cat([part[place] for place in range(3) for part in parts], dim=-1)
-
-
-def check(found: list[Outcome], whole: Outcome) -> None:
-    for number, gold in enumerate(whole.logits):
-        for outcome in found:
-            bit_equal(outcome.logits[number], found[0].logits[number], f"logits {number}")
-            bit_equal(outcome.prefixes[number], found[0].prefixes[number], f"prefix {number}")
-        assert_close(found[0].logits[number], gold, LOGITS, f"logits of step {number}")
-    for layer, gold in whole.recurrent.items():
-        heads = torch.cat([outcome.recurrent[layer] for outcome in found], dim=1)
-        assert_close(heads, gold, STATE, f"states of layer {layer}")
-        assert_close(joined_windows(found, layer), whole.conv[layer], ROWS, f"windows of {layer}")
-    for layer, gold in whole.pages.items():
-        for outcome in found:
-            bit_equal(outcome.pages[layer], found[0].pages[layer], f"pages of layer {layer}")
-        assert_close(found[0].pages[layer], gold, ROWS, f"pages of layer {layer}")
+from kdecode.testing.compare import bit_equal
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +36,7 @@ def whole_runs(request: pytest.FixtureRequest) -> Callable[[str, TrunkFormat], O
     def run(family: str, trunk: TrunkFormat) -> Outcome:
         if (family, trunk) not in kept:
             directory = request.getfixturevalue(FAMILIES[family])
-            (kept[family, trunk],) = run_all(directory, 1, trunk)
+            (kept[family, trunk],) = run_all(directory, 1, Setting(trunk))
         return kept[family, trunk]
 
     return run
@@ -159,9 +63,8 @@ def test_a_trunk_in_tiles_is_divided_too(
     request: pytest.FixtureRequest,
     whole_runs: Callable[[str, TrunkFormat], Outcome],
 ) -> None:
-    check(
-        run_all(request.getfixturevalue(FAMILIES[family]), 4, "tiles"), whole_runs(family, "tiles")
-    )
+    found = run_all(request.getfixturevalue(FAMILIES[family]), 4, Setting("tiles"))
+    check(found, whole_runs(family, "tiles"))
 
 
 @pytest.mark.slow
@@ -210,7 +113,7 @@ def test_a_plan_names_what_its_steps_exchange() -> None:
 
 def test_a_plan_of_several_ranks_needs_an_exchange(mini_16_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="runs with an exchange; this one has none"):
-        run_steps(mini_16_checkpoint, "rows", Ranks(0, 4), None)
+        run_steps(mini_16_checkpoint, Setting(), Ranks(0, 4), None)
 
 
 def test_kernels_that_exchange_nothing_are_not_taken() -> None:
