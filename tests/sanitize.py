@@ -26,6 +26,8 @@ SUITES = {
         "tests/decode/test_latency_specialized.py",
         "tests/decode/test_verify_plan.py",
         "tests/decode/test_draft_specialized.py",
+        "tests/decode/test_latency_ranks.py",
+        "tests/parallel/test_shared.py",
     ],
     "thread": [
         "tests/kernels/common",
@@ -37,6 +39,7 @@ SUITES = {
         "tests/kernels/dense_mlp",
         "tests/kernels/attn_out",
         "tests/kernels/head",
+        "tests/parallel/test_shared.py",
     ],
 }
 OPTIONS = {
