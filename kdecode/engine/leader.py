@@ -8,6 +8,7 @@ ranks are started or how values travel (`kdecode.parallel`).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Leader:
-    """The others, as rank 0 sees them. failure: what broke the group; None while it is whole."""
+    """The others, as rank 0 sees them. failure: what broke the group; None while it is whole.
+
+    num_steps: that were begun on all ranks. processes: of the other ranks.
+    """
 
     def __init__(self, group: Group, engine: EngineConfig) -> None:
         self.failure: RankError | None = None
@@ -39,7 +43,8 @@ class Leader:
         self._agreement = (
             Agreement(group.ranks, group.exchange.gather) if engine.check_ranks else None
         )
-        self._num_steps = 0
+        self.num_steps = 0
+        self.processes = dict(group.processes)
 
     @property
     def ranks(self) -> Ranks:
@@ -64,7 +69,7 @@ class Leader:
     def around_step(self, batch: StepBatch) -> Iterator[Compare]:
         """See `AroundStep`. Raises RankError for whatever goes wrong, on whichever rank."""
         self.require_whole()
-        self._num_steps += 1
+        self.num_steps += 1
         try:
             self._send(RunStep(batch))
             yield lambda prefix: self._compare(batch, prefix)
@@ -113,14 +118,16 @@ class Leader:
     def _named(self, error: BaseException, batch: StepBatch) -> RankError:
         """Which rank is to blame for a step that broke, and when that was."""
         if isinstance(error, DisagreementError):
-            found = RankError(error.rank, f"of {self.ranks.size} {error},")
+            process = self.processes.get(error.rank, os.getpid())
+            what = f"of {self.ranks.size} (process {process}) {error},"
+            found = RankError(error.rank, what)
         elif isinstance(error, RankError):
             # Whose exchange failed need not be whose fault it is.
             found = self._group.blame(error)
         else:
             found = self._group.report(error)
         return RankError(
-            found.rank, f"{found.what} during step {self._num_steps} ({describe(batch)})"
+            found.rank, f"{found.what} during step {self.num_steps} ({describe(batch)})"
         )
 
     def _fail(self, error: RankError) -> None:
@@ -141,7 +148,12 @@ def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> L
     part_bytes = None
     if engine.decode_backend == "latency_specialized":
         share, most = share_of(config, ranks.size), latency_specialized.ROW_BUCKETS[-1]
-        part_bytes = latency_specialized.exchange_bytes(share, ranks.size, most)
+        part_bytes = latency_specialized.exchange_bytes(
+            share,
+            ranks.size,
+            most,
+            shares_context=engine.decode_context_parallel_size > 1,
+        )
     group = launch.start(
         ranks.size,
         follow,

@@ -1,0 +1,55 @@
+"""Faults of one rank in the middle of a step, in the process that has them.
+
+Imported by those processes by name, and by nothing that pytest rewrites.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kdecode.config import EngineConfig
+from kdecode.decode.runner import StepRunner
+from kdecode.engine.follower import follow
+from kdecode.engine.operations import describe
+from kdecode.parallel.group import Group
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: "kill", "stop" or "diverge". phase: of the step, "prefill", "decode" or "verify"."""
+
+    rank: int
+    kind: str
+    phase: str
+
+
+def follow_until(fault: Fault, group: Group, directory: Path, engine: EngineConfig) -> None:
+    """A follower that may have the fault."""
+    if group.ranks.rank == fault.rank:
+        arm(fault)
+    follow(group, directory, engine)
+
+
+def arm(fault: Fault) -> None:
+    """This process has the fault in its first step of that phase, half way through the layers."""
+    run, launch = StepRunner._run, StepRunner._launch
+    is_due = False
+
+    def faulty_run(self: StepRunner, batch: Any) -> Any:
+        nonlocal is_due
+        is_due = describe(batch).startswith(fault.phase)
+        return run(self, batch)
+
+    def faulty_launch(self: StepRunner, plan: Any) -> None:
+        if is_due and fault.kind != "diverge":
+            plan.run_range(0, len(plan.steps) // 2)
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        launch(self, plan)
+        if is_due and fault.kind == "diverge":
+            plan.buffers["prefix"] += 1
+
+    StepRunner._run, StepRunner._launch = faulty_run, faulty_launch  # type: ignore[method-assign]

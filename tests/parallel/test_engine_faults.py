@@ -1,0 +1,147 @@
+"""The fault drill end to end: whatever happens to a rank in a step, its requests end with an error
+that names it, within seconds, and nothing of the engine is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from engine_faults import Fault, follow_until
+from ranked_engines import PROMPTS, build, greedy, with_draft
+
+from kdecode.parallel.ranks import RankError
+
+LIMIT_S = 10.0
+PROGRAM = Path(__file__).with_name("engine_process.py")
+SHARED = Path("/dev/shm")
+WORDS = {
+    "kill": "died with signal 9",
+    "stop": "is stopped and has given no sign of life for",
+    "diverge": "diverged: the digests of what each rank was told and has",
+}
+BACKENDS = ("auto", "latency_specialized")
+PHASES = ("prefill", "decode", "verify")
+QUICK = [
+    ("latency_specialized", 2, Fault(1, "kill", "decode")),
+    ("latency_specialized", 2, Fault(1, "stop", "verify")),
+    ("auto", 2, Fault(1, "diverge", "prefill")),
+]
+
+
+@pytest.mark.parametrize(("backend", "size", "fault"), QUICK)
+def test_a_follower_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    mini_16_checkpoint: Path,
+    backend: str,
+    size: int,
+    fault: Fault,
+) -> None:
+    _drill(monkeypatch, mini_16_checkpoint, backend, size, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_each_follower_is_named_in_each_phase(
+    monkeypatch: pytest.MonkeyPatch,
+    mini_16_checkpoint: Path,
+    backend: str,
+    kind: str,
+    phase: str,
+    rank: int,
+) -> None:
+    _drill(monkeypatch, mini_16_checkpoint, backend, 4, Fault(rank, kind, phase))
+
+
+def _drill(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, backend: str, size: int, fault: Fault
+) -> None:
+    before = set(SHARED.iterdir())
+    monkeypatch.setattr("kdecode.engine.leader.follow", partial(follow_until, fault))
+    draft = with_draft(checkpoint) if fault.phase == "verify" else None
+    with build(checkpoint, backend, size, speculative=draft) as llm:
+        leader = llm._worker.leader
+        assert leader is not None
+        processes = dict(leader.processes)
+        begin = time.monotonic()
+        outputs = llm.generate(PROMPTS, greedy())
+        assert time.monotonic() - begin < LIMIT_S
+        # Every request ended with it, those that had not begun, too.
+        for output in outputs:
+            assert output.finish_reason == "error"
+            assert output.error is not None
+            named = f"RankError: Rank {fault.rank} of {size} (process {processes[fault.rank]})"
+            assert output.error.startswith(f"{named} {WORDS[fault.kind]}")
+            assert f" during step {leader.num_steps} ({fault.phase}, " in output.error
+        assert not any(_is_there(process) for process in processes.values())
+        # It stays broken, at once and by the same name.
+        (late,) = llm.generate([PROMPTS[0]], greedy())
+        assert late.error == outputs[0].error
+        with pytest.raises(RankError, match=f"Rank {fault.rank} of {size}"):
+            llm.check_ranks()
+        assert llm.stats()["slots_used"] == llm.stats()["pages_used"] == 0
+    assert set(SHARED.iterdir()) <= before
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        ("kill", "decode"),
+        *(
+            pytest.param(kind, phase, marks=pytest.mark.slow)
+            for kind in WORDS
+            for phase in PHASES
+            if (kind, phase) != ("kill", "decode")
+        ),
+    ],
+)
+def test_followers_do_not_outlive_rank_0(mini_16_checkpoint: Path, kind: str, phase: str) -> None:
+    before = set(SHARED.iterdir())
+    # Of two ranks that differ nobody knows which one is right.
+    size = "4" if kind == "diverge" else "2"
+    command = [sys.executable, str(PROGRAM), str(mini_16_checkpoint), "latency_specialized", size]
+    with subprocess.Popen([*command, kind, phase], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            processes = json.loads(run.stdout.readline())
+            begin = time.monotonic()
+            if kind != "diverge":
+                # A stopped parent cannot collect them.
+                _until(lambda: not any(_is_there(one, or_zombie=False) for one in processes))
+            if kind == "stop":
+                run.send_signal(signal.SIGCONT)
+            text, _ = run.communicate(timeout=2 * LIMIT_S)
+            assert time.monotonic() - begin < 2 * LIMIT_S
+        finally:
+            run.kill()
+    _until(lambda: not any(_is_there(process) for process in processes))
+    assert set(SHARED.iterdir()) <= before
+    if kind == "kill":
+        assert run.returncode == -signal.SIGKILL
+        return
+    named = "RankError: Rank 0 of 4" if kind == "diverge" else "RankError: Rank "
+    assert all(error.startswith(named) for error in json.loads(text))
+
+
+def _is_there(process: int, *, or_zombie: bool = True) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return or_zombie or state != "Z"
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s"
+        time.sleep(0.05)
