@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 
 from kdecode.kernels.common.native import SharedExchange, available_cores
+from kdecode.parallel.monitor import PATIENCE
 from kdecode.parallel.ranks import RankError, Ranks
 
 _PAGE_BYTES = 4096
-# A rank that is alive may take so many times as long as one that stands still is waited for.
-PATIENCE = 12
 
 
 class Segment:

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
+from kdecode.kernels.common.native import Pool, detect_isa
+from kdecode.kernels.exchange.native import reduce_step
 from kdecode.parallel.group import Group
+from kdecode.parallel.shared import exchange_error
 
 
 def follow(group: Group) -> None:
@@ -36,6 +39,8 @@ def carry_out(group: Group, name: str, *args: Any) -> None:
             if group.ranks.rank == rank and number == 20:
                 commit(fault)
             group.exchange.reduce(part)
+    elif name == "fault while all exchange in memory":
+        _exchange_in_memory(group, *args)
     elif name == "fault while others compute":
         # They are at the exchange long after it.
         rank, fault = args
@@ -45,6 +50,18 @@ def carry_out(group: Group, name: str, *args: Any) -> None:
         group.exchange.reduce(part_of(group.ranks.rank, 1, 64))
     else:
         raise ValueError(f"There is no operation {name!r}.")
+
+
+def _exchange_in_memory(group: Group, rank: int, fault: str) -> None:
+    part = part_of(group.ranks.rank, 1, 64)
+    out = torch.empty(1, 64, dtype=torch.bfloat16)
+    step = reduce_step(Pool(1), detect_isa(), group.shared, part, out)
+    for number in range(1_000_000):
+        if group.ranks.rank == rank and number == 20:
+            commit(fault)
+        step.run()
+        if group.shared.failure is not None:
+            raise group.blame(exchange_error(group.shared, "in a test"))
 
 
 def commit(fault: str) -> None:

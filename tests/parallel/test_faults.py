@@ -26,6 +26,7 @@ FAULTS = {
 }
 # What an operation of `rank_follow` is called; at the end of this one all wait for the next.
 IDLE = "fault"
+IN_MEMORY = "fault while all exchange in memory"
 TIMEOUT_S = 2.0
 LIMIT_S = 10.0
 LEADER = Path(__file__).with_name("leader_process.py")
@@ -38,6 +39,8 @@ LEADER = Path(__file__).with_name("leader_process.py")
         ("kill", "fault while all exchange"),
         ("stop", "fault while all exchange"),
         ("raise", "fault while all exchange"),
+        ("kill", IN_MEMORY),
+        ("stop", IN_MEMORY),
     ],
 )
 def test_a_follower_of_two_is_named(fault: str, when: str) -> None:
@@ -47,7 +50,9 @@ def test_a_follower_of_two_is_named(fault: str, when: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "rank"), [(2, 1), (4, 1), (4, 2), (4, 3)])
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("when", [IDLE, "fault while all exchange", "fault while others compute"])
+@pytest.mark.parametrize(
+    "when", [IDLE, "fault while all exchange", IN_MEMORY, "fault while others compute"]
+)
 def test_each_follower_is_named_whatever_happens_to_it(
     size: int, rank: int, fault: str, when: str
 ) -> None:
@@ -55,7 +60,7 @@ def test_each_follower_is_named_whatever_happens_to_it(
 
 
 def _drill(size: int, rank: int, fault: str, when: str) -> None:
-    group = launch.start(size, rank_follow.follow, timeout_s=TIMEOUT_S)
+    group = launch.start(size, rank_follow.follow, timeout_s=TIMEOUT_S, part_bytes=4096)
     try:
         group.wait_until_ready()
         processes = dict(group.processes)

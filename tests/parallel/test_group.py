@@ -17,7 +17,7 @@ from kdecode.parallel.group import Group
 
 @pytest.fixture(scope="module", params=[2, 3])
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    group = launch.start(request.param, rank_follow.follow)
+    group = launch.start(request.param, rank_follow.follow, part_bytes=4096)
     yield group
     group.close()
 
