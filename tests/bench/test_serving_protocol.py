@@ -14,7 +14,7 @@ from kdecode.bench.machine import Machine
 from kdecode.bench.serving.client import Client
 from kdecode.bench.serving.counters import add_up, growth, read_counters
 from kdecode.bench.serving.facts import ServerFacts, read_facts
-from kdecode.bench.serving.gate import run_problems
+from kdecode.bench.serving.gate import facts_differences, run_problems
 from kdecode.bench.serving.http import HttpError, Target
 from kdecode.bench.serving.load import Load, PassResult
 from kdecode.bench.serving.protocol import Design, ServedComparison, compare_servers
@@ -254,6 +254,38 @@ def test_a_vllm_in_development_mode_tells_everything(tmp_path: Path) -> None:
     }
     assert (facts.accelerators, facts.requested_length) == (16, 6.0)
     assert facts.study == "synthetic acceptance"
+
+
+REAL_VLLM = json.loads((Path(__file__).parent / "vllm_server_info.json").read_text())
+
+
+def test_two_real_vllms_that_were_started_alike_do_not_differ(tmp_path: Path) -> None:
+    """What a process makes up for itself, and paths, are no settings."""
+    first, second = REAL_VLLM["first"], json.loads(json.dumps(REAL_VLLM["first"]))
+    for path, value in REAL_VLLM["second"]:
+        *parents, last = path
+        place = second
+        for parent in parents:
+            place = place[parent]
+        assert place[last] != value
+        place[last] = value
+    a, b = (
+        facts_of(tmp_path, MockServer(config=None, server_info=info)) for info in (first, second)
+    )
+    assert facts_differences(a, b) == ()
+    assert (a.kind, a.unread, a.study, a.accelerators) == ("vllm", (), "non-speculative", 1)
+    assert a.config["hardware.name"] == "Model name AMD EPYC, CPU(s) 2, Socket(s) 1"
+    assert a.config["versions.driver"] is None
+    for setting, changed in (("block_size", 64), ("cache_dtype", "fp8")):
+        other = json.loads(json.dumps(first))
+        other["vllm_config"]["cache_config"][setting] = changed
+        b = facts_of(tmp_path, MockServer(config=None, server_info=other))
+        (difference,) = facts_differences(a, b)
+        assert difference.setting == f"cache_config.{setting}"
+    other = json.loads(json.dumps(first))
+    other["vllm_env"]["VLLM_BATCH_INVARIANT"] = True
+    b = facts_of(tmp_path, MockServer(config=None, server_info=other))
+    assert [d.setting for d in facts_differences(a, b)] == ["env.VLLM_BATCH_INVARIANT"]
 
 
 def test_another_server_is_measured_without_a_ratio(tmp_path: Path) -> None:

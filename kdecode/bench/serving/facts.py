@@ -20,9 +20,15 @@ Study = Literal["non-speculative", "speculative", "synthetic acceptance"]
 
 # Last parts of vLLM's names: of processes, addresses and folders, and what free memory decides.
 _RECORDED = re.compile(
-    r"(^|[._])(instance_id|(\w+_)?ports?|(\w+_)?ip|host|hostname|(\w+_)?cache_(dir|root)"
-    r"|num_(gpu|cpu)_blocks|otlp_traces_endpoint|served_model_name)$"
+    r"(^|[._])(instance_id|(\w+_)?ports?|(\w+_)?ip|host|hostname|(\w+_)?cache_(dir|root|path)"
+    r"|num_(gpu|cpu)_blocks|otlp_traces_endpoint|served_model_name"
+    r"|vllm_(assets_cache|config_root|rpc_base_path|usage_\w+|logging_\w+|build_url"
+    r"|object_storage_shm_buffer_name))$"
 )
+# What vLLM's report of the system has where there is nothing to say.
+_NOTHING = ("", "None", "N/A", "Could not collect")
+# Of the text of `lscpu`: the rest are vulnerabilities, caches, and clocks that change.
+_CPU_LINES = ("Model name", "CPU(s)", "Socket(s)")
 # What has to be told; a server without a resolved configuration tells none of it.
 CANNOT_SEE = (
     "decode backend",
@@ -129,15 +135,25 @@ def _vllm(model: str, info: Mapping[str, Any]) -> ServerFacts:
     recorded = {name: value for name, value in flat.items() if _RECORDED.search(name)}
     config = {name: value for name, value in flat.items() if name not in recorded}
     backend = config.pop(f"additional_config.{COMPARED_SETTING}", "auto")
-    system = info.get("system_env") or {}
+    system = {
+        name: value
+        for name, value in (info.get("system_env") or {}).items()
+        if value not in _NOTHING
+    }
+    cpu = _cpu(str(system.get("cpu_info", "")))
     parallel = [flat.get(f"parallel_config.{n}") for n in ("world_size", "data_parallel_size")]
     count = 1
     for size in parallel:
         count *= size if isinstance(size, int) else 1
+    is_cpu = flat.get("device_config.device") == "cpu"
+    # A ROCm build names no device but its runtime.
+    names = [system.get(key) for key in ("nvidia_gpu_models", "intel_gpu_models")]
+    hip = system.get("hip_runtime_version")
+    name = next(filter(None, names), None if hip is None else f"HIP runtime {hip}")
     hardware = {
-        "hardware.name": system.get("nvidia_gpu_models") or system.get("hip_runtime_version"),
+        "hardware.name": cpu if is_cpu else name,
         "hardware.count": None if parallel[0] is None else count,
-        "hardware.cpu": system.get("cpu_info"),
+        "hardware.cpu": cpu,
         "versions.torch": system.get("torch_version"),
         "versions.driver": system.get("nvidia_driver_version"),
         "versions.vllm": system.get("vllm_version"),
@@ -155,6 +171,13 @@ def _vllm(model: str, info: Mapping[str, Any]) -> ServerFacts:
         unread=() if parallel[0] is not None else ("hardware model and count",),
         unchecked=("weights digest (the model's name and revision are compared)", "clocks"),
     )
+
+
+def _cpu(lscpu: str) -> str | None:
+    """Which processor, and how many."""
+    pairs = dict(line.split(":", 1) for line in lscpu.splitlines() if ":" in line)
+    told = [f"{name} {pairs[name].strip()}" for name in _CPU_LINES if name in pairs]
+    return ", ".join(told) or None
 
 
 async def _outside(client: Client, model: str) -> ServerFacts:
