@@ -36,10 +36,18 @@ from kdecode.parallel.group import Group
 
 def follow(group: Group, directory: Path, engine: EngineConfig) -> None:
     """From the start of a process to the end of its group. Raises what goes wrong here."""
+    if lacks_shared(group, engine):
+        # Rank 0 says so.
+        return
     follower = Follower(group, directory, engine)
     group.tell_ready()
     while (operation := group.receive()) is not None:
         follower.carry_out(operation)
+
+
+def lacks_shared(group: Group, engine: EngineConfig) -> bool:
+    """Whether the engine's backend needs memory that the ranks, on several hosts, do not share."""
+    return engine.decode_backend == "latency_specialized" and group.shared is None
 
 
 class Follower:

@@ -19,9 +19,10 @@ from kdecode.cache.batch import StepBatch
 from kdecode.cache.mirror import CacheOperation
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
+from kdecode.decode.deployment import BackendRefusedError
 from kdecode.decode.rank_link import Compare, RankLink
 from kdecode.engine.agreement import Agreement, DisagreementError
-from kdecode.engine.follower import follow
+from kdecode.engine.follower import follow, lacks_shared
 from kdecode.engine.operations import RunStep, describe
 from kdecode.model.rank_share import share_of
 from kdecode.parallel import launch
@@ -142,7 +143,8 @@ def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> L
     """Starts the other ranks, which build their shares of a checkpoint meanwhile.
 
     config: of the whole model. engine: a resolved configuration that preflight has passed. Under
-    torchrun only rank 0 returns. Raises ConfigError and RankError.
+    torchrun only rank 0 returns. Raises ConfigError, RankError, and BackendRefusedError for native
+    steps of ranks that are not on one host.
     """
     ranks = Ranks(0, engine.tensor_parallel_size)
     part_bytes = None
@@ -162,4 +164,12 @@ def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> L
         timeout_s=engine.rank_timeout_s,
         part_bytes=part_bytes,
     )
+    if lacks_shared(group, engine):
+        group.close()
+        raise BackendRefusedError(
+            [
+                f"Its steps exchange values through memory that all ranks share; the "
+                f"{ranks.size} ranks are on {group.num_hosts} hosts."
+            ]
+        )
     return Leader(group, engine)
