@@ -190,38 +190,33 @@ def test_a_token_that_does_not_exist_is_nan_on_every_rank(family: Family) -> Non
             bit_equal(prefix[0], family.share(ALONE).embed[3], "the other row")
 
 
-def run_without(family: Family, ranks: Ranks, segment: Segment, step: int) -> DecodePlan:
-    """A rank that runs only the steps before this one."""
-    batch = decode(1)
-    caches = shared_caches(family, whole_caches(family, batch), ranks)
-    shared = join_segment(segment, ranks, timeout_s=0.3)
-    deployment = deployment_for(family, ranks, shared)
-    plan = build(deployment, family.share(ranks), caches, batch)
-    load_inputs(plan, batch)
-    plan.run_range(0, step)
-    return plan
-
-
 def test_an_exchange_that_fails_says_who_was_waited_for_and_where(
     mini_16_checkpoint: Path,
 ) -> None:
-    family = Family(mini_16_checkpoint, {})
+    family, batch = Family(mini_16_checkpoint, {}), decode(1)
+    plans = {}
     with segment_for(family, 2) as segment:
-        family.share(Ranks(1, 2))
-        gone = threading.Thread(target=run_without, args=(family, Ranks(1, 2), segment, 8))
-        gone.start()
-        plan = run_without(family, Ranks(0, 2), segment, 0)
+        for rank, timeout_s in enumerate((1.5, 20.0)):
+            ranks = Ranks(rank, 2)
+            caches = shared_caches(family, whole_caches(family, batch), ranks)
+            shared = join_segment(segment, ranks, timeout_s=timeout_s)
+            deployment = deployment_for(family, ranks, shared)
+            plans[rank] = build(deployment, family.share(ranks), caches, batch)
+            load_inputs(plans[rank], batch)
+        del shared, deployment
+        # Rank 1 ends before the first step of layer 2 that exchanges, and its life with it.
+        leaving = threading.Thread(target=lambda: plans.pop(1).run_range(0, 9))
+        leaving.start()
         with pytest.raises(RankError) as raised:
-            plan.run()
-        gone.join()
-        assert raised.value.rank == 1
-        # Step 8 of the plan is the first of layer 2.
-        assert str(raised.value) == (
-            "Rank 1 of 2 gave no sign of life for 0.3 s while rank 0 waited for it in the exchange "
-            "of attn_delta of layer 2"
-        )
-        with pytest.raises(RankError, match="in exchange 7"):
-            plan.run()
+            plans[0].run()
+        leaving.join()
+    assert raised.value.rank == 1
+    assert str(raised.value) == (
+        "Rank 1 of 2 gave no sign of life for 1.5 s while rank 0 waited for it in the exchange of "
+        "attn_delta of layer 2"
+    )
+    with pytest.raises(RankError, match="in exchange 7"):
+        plans[0].run()
 
 
 def described(config: ModelConfig, ranks: Ranks) -> DecodePlan:

@@ -106,7 +106,7 @@ def test_a_rank_that_is_not_there_is_named_in_time() -> None:
             spent[rank] = _wait_in_vain((first, second)[rank])
 
         _in_threads(2, body)
-        assert 0.4 <= max(spent.values()) < 2.0
+        assert 0.4 <= max(spent.values()) < 4.0
         failure = first.failure
         assert failure is not None
         assert (failure.awaited, failure.number) == (2, 0)
@@ -119,7 +119,7 @@ def test_a_rank_that_is_not_there_is_named_in_time() -> None:
             "exchange of latent"
         )
         # The end of the group: nobody waits any more.
-        assert _wait_in_vain(first) < 0.1
+        assert _wait_in_vain(first) < 0.3
 
 
 def test_a_rank_that_is_alive_has_more_patience_and_an_end_of_it() -> None:
@@ -128,7 +128,7 @@ def test_a_rank_that_is_alive_has_more_patience_and_an_end_of_it() -> None:
         beats = first.heartbeat(1)
         spent = _wait_in_vain(first)
         assert other.heartbeat(1) > beats
-        assert 0.2 * PATIENCE <= spent < 0.2 * PATIENCE + 2.0
+        assert 0.2 * PATIENCE <= spent < 0.2 * PATIENCE + 4.0
         failure = other.failure
         assert failure is not None
         assert failure.reason == _native.ExchangeFailure.Reason.late
@@ -140,7 +140,7 @@ def test_somebody_who_knows_ends_the_wait_at_once() -> None:
         first, other = _join(segment, 0), _join(segment, 1)
         timer = threading.Timer(0.3, lambda: other.fail(1))
         timer.start()
-        assert _wait_in_vain(first) < 2.0
+        assert _wait_in_vain(first) < 4.0
         error = exchange_error(first, "here")
         assert str(error) == "Rank 1 of 2 was gone while rank 1 waited for it here"
         # The first failure stays.
@@ -162,7 +162,7 @@ def test_a_killed_and_a_stopped_process_are_named(blow: signal.Signals) -> None:
             assert joined.wait(30)
             assert other.pid is not None
             os.kill(other.pid, blow)
-            assert _wait_in_vain(first) < 3.0
+            assert _wait_in_vain(first) < 4.0
             error = exchange_error(first, "here")
             assert error.rank == 1
             assert "gave no sign of life" in error.what
