@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -10,19 +11,29 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mock_server import CONFIG, MockServer
 from simulated import simulate
 
 from kdecode.bench.machine import Machine
+from kdecode.bench.metrics import RequestTiming
 from kdecode.bench.serving import charts, report
-from kdecode.bench.serving.client import Client
+from kdecode.bench.serving.client import Client, ServedRecord
+from kdecode.bench.serving.counters import add_up
 from kdecode.bench.serving.exports import aiperf_records, llm_d_report, vllm_bench
 from kdecode.bench.serving.folder import render_markdown, write_folder
 from kdecode.bench.serving.http import Target
-from kdecode.bench.serving.load import Load
-from kdecode.bench.serving.protocol import Design, ServedComparison, compare_servers
+from kdecode.bench.serving.load import Load, PassResult
+from kdecode.bench.serving.protocol import (
+    Design,
+    MeasuredPass,
+    ServedComparison,
+    compare_servers,
+)
+from kdecode.bench.serving.reply import Reply
 from kdecode.bench.serving.report_html import render_html
+from kdecode.bench.serving.summary import Limits, summarize_passes
 from kdecode.bench.workloads.types import Request, Workload
 
 MACHINE = Machine("test <cpu>", 2, (), "Test 1", "2025-01-01T00:00:00+00:00", {"kdecode": "0"}, 1)
@@ -81,6 +92,52 @@ class _Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+VLLM_BENCH = json.loads((Path(__file__).parent / "vllm_bench_result.json").read_text())
+
+
+def of_vllms_own_client(found: dict[str, Any]) -> PassResult:
+    """The requests of a result file of `vllm bench serve`, as if this client had measured them."""
+    records = []
+    begin = min(found["start_times"])
+    for number, start in enumerate(found["start_times"]):
+        prompt, n = found["input_lens"][number], found["output_lens"][number]
+        send = round((start - begin) * 1e9)
+        gaps = [found["ttfts"][number], *found["itls"][number]]
+        times = tuple(send + round(sum(gaps[: i + 1]) * 1e9) for i in range(len(gaps)))
+        timing = RequestTiming(send, times, (1,) * n)
+        reply = Reply(
+            times, (1,) * n, "usage per chunk", None, "", "", "", "length", prompt, n, 0, None, True
+        )
+        records.append(ServedRecord(f"r{number}", "", 0, send, times[-1], timing, reply, None))
+    return PassResult(tuple(records), len(records), 0, round(found["duration"] * 1e9), ())
+
+
+def test_the_export_says_what_vllms_own_client_says_of_its_times(faster: ServedComparison) -> None:
+    """A real result file of vLLM 0.32: its times in, its figures out."""
+    one = of_vllms_own_client(VLLM_BENCH)
+    summary = summarize_passes([one], add_up([]), Limits(), 1)
+    comparison = dataclasses.replace(
+        faster, passes=(MeasuredPass(0, 0, 0, one),), summaries=(summary, faster.summaries[1])
+    )
+    found = vllm_bench(comparison, 0, MACHINE)
+    shared = {name for name, value in found.items() if name in VLLM_BENCH and value is not None}
+    figures = {name for name in shared if isinstance(VLLM_BENCH[name], int | float | list)}
+    assert len(figures) >= 25
+    for name in figures - {"start_times", "errors"}:
+        ours, theirs = (np.hstack([value[name]]).ravel() for value in (found, VLLM_BENCH))
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9), name
+    # The same replies under our names: TPOT is tpot_n1, ITL is icl; with a token a chunk, tpot is
+    # the first of them, too.
+    assert summary.icl_s is not None
+    assert 1e3 * summary.icl_s.p50 == pytest.approx(VLLM_BENCH["median_itl_ms"], rel=1e-6)
+    metrics = [m for record in one.records if (m := record.metrics()) is not None]
+    assert [m.tpot_s for m in metrics] == [m.tpot_n1_s for m in metrics]
+    # What is decode throughput alone stands nowhere in the file.
+    assert summary.decode_tps == pytest.approx(
+        sum(VLLM_BENCH["output_lens"]) / 24 * 23 / sum(map(sum, VLLM_BENCH["itls"])), rel=1e-6
+    )
 
 
 def test_the_page_is_whole_and_loads_nothing(faster: ServedComparison) -> None:

@@ -44,6 +44,9 @@ def vllm_bench(comparison: ServedComparison, arm: int, machine: Machine) -> dict
         "total_output_tokens": summary.output_tokens,
         "request_throughput": summary.completed / seconds,
         "output_throughput": summary.output_tps,
+        "total_token_throughput": _per_second(
+            summary.prompt_tokens, summary.output_tokens, seconds
+        ),
         "input_lens": [record.reply.prompt_tokens for record, _ in done if record.reply],
         "output_lens": [metrics.n for _, metrics in done],
         "ttfts": [metrics.ttft_s for _, metrics in done],
@@ -207,6 +210,10 @@ def _records(comparison: ServedComparison, arm: int) -> list[ServedRecord]:
 def _seconds(comparison: ServedComparison, arm: int) -> float:
     passes = [one.result for one in comparison.passes if one.arm == arm]
     return sum(one.end_ns - one.begin_ns for one in passes) / 1e9
+
+
+def _per_second(prompt: int | None, output: int, seconds: float) -> float | None:
+    return None if prompt is None else (prompt + output) / seconds
 
 
 def _milliseconds(name: str, values: Sequence[float]) -> dict[str, float]:
