@@ -168,6 +168,7 @@ class _EngineState(Collector):
         resolved = llm.resolved_config()
         self._cache = resolved["cache"]
         self._is_valid = resolved["outputs_valid"]
+        self._num_ranks = resolved["tensor_parallel_size"]
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | InfoMetricFamily]:
         stats, cache = self._llm.stats(), self._cache
@@ -186,6 +187,7 @@ class _EngineState(Collector):
                 "Share of decode steps that the specialised path served; absent before the first",
                 stats["coverage"],
             ),
+            "kdecode:tensor_parallel_size": ("Processes that share the model", self._num_ranks),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=_LABELS)
