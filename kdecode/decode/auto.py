@@ -37,7 +37,7 @@ from kdecode.kernels.projection.op import ProjectionWeights
 from kdecode.kernels.residual.op import ResidualUse
 from kdecode.kernels.rms_norm.op import NormWeights
 from kdecode.model.layout import PackedKda, PackedMlp, PackedModel, PackedMoe
-from kdecode.model.rank_share import Exchanged, stage_exchange
+from kdecode.model.rank_share import Exchanged, context_exchanges, stage_exchange
 from kdecode.parallel.ranks import ALONE, Ranks
 
 # Ops whose kernels take any number of rows, on a device that has them.
@@ -179,7 +179,7 @@ class _Builder:
             run=implementation.prepare(problem, weights, self.buffers).run,
             tolerance=contract.tolerance,
             weight_bytes=sum(stage_weight_bytes(self.packed, layer, stage) for stage in covers),
-            exchanges=tuple((value,) for stage in covers if (value := self._exchanged(stage))),
+            exchanges=self._exchanges(covers),
         )
 
     def _choose(self, op: str, problem: Problem) -> str:
@@ -271,6 +271,7 @@ class _Builder:
     ) -> Step:
         exchanged = self._exchanged(stage)
         exchange = None if exchanged is None else exchanged.kind
+        assert exchange != "swap", "only attention gives each rank something else"
         weights = ProjectionWeights(matrix, *names, is_head, exchange)
         return self.step("projection", layer, (stage,), weights, names[:1], names[1:])
 
@@ -286,6 +287,13 @@ class _Builder:
         if use.is_push:
             writes.append("snapshots")
         return self.step("residual", layer, (stage,), use, tuple(reads), tuple(writes))
+
+    def _exchanges(self, covers: tuple[str, ...]) -> tuple[tuple[Exchanged, ...], ...]:
+        """Of a step, in order; those of a row that decodes where that makes a difference."""
+        if "mla_attend" in covers and not self.buffers.caches.context.is_whole:
+            # The logarithm of the sum of exponentials.
+            return context_exchanges(self.config, self.ranks.size, 1)
+        return tuple((value,) for stage in covers if (value := self._exchanged(stage)))
 
     def _exchanged(self, stage: str) -> Exchanged | None:
         return stage_exchange(self.config, self.ranks.size, stage)

@@ -34,6 +34,7 @@ from kdecode.kernels.common.fused import MAX_RANKS, refuse_device
 from kdecode.kernels.common.native import NativeStep, Program
 from kdecode.kernels.contract import Buffers, OpContract, PlanMemory
 from kdecode.model.layout import PackedModel
+from kdecode.model.rank_share import Exchanged
 from kdecode.model.stages import layer_stages
 
 _NO_SHARED = (
@@ -133,16 +134,17 @@ def build(
     return replace(described, steps=tuple(steps), buffers=buffers, launch=launch, commit=commit)
 
 
-def exchange_bytes(config: ModelConfig, size: int, rows: int) -> int:
+def exchange_bytes(
+    config: ModelConfig, size: int, rows: int, *, shares_context: bool = False
+) -> int:
     """Bytes of the largest part that a rank gives in one exchange of a plan of so many rows.
 
-    config: of one rank's share.
+    config: of one rank's share. shares_context: whether each has some of a request's positions.
     """
-    exchanges = [
-        values
-        for op, layer in _distinct_ops(config)
-        for values in step_exchanges(config, size, op, _covers(op, config, layer))
-    ]
+    exchanges: list[tuple[Exchanged, ...]] = []
+    for op, layer in _distinct_ops(config):
+        covers = _covers(op, config, layer)
+        exchanges += step_exchanges(config, size, op, covers, shares_context=shares_context)
     return most_exchanged(exchanges, rows)
 
 
@@ -202,7 +204,13 @@ def _describe_step(
         run=cannot_run,
         tolerance=contract.tolerance,
         weight_bytes=op_weight_bytes(packed, layer, op, contract.covers),
-        exchanges=step_exchanges(deployment.config, deployment.ranks.size, op, contract.covers),
+        exchanges=step_exchanges(
+            deployment.config,
+            deployment.ranks.size,
+            op,
+            contract.covers,
+            shares_context=not deployment.context.is_whole,
+        ),
     )
 
 

@@ -49,11 +49,6 @@ def refuse(deployment: Deployment, rows_per_request: int = 1) -> list[str]:
         reasons.append(
             f"The steps of a CUDA plan run on one rank; there are {deployment.ranks.size}."
         )
-    if not deployment.context.is_whole:
-        reasons.append(
-            f"decode_context_parallel_size is {deployment.context.ranks.size}; the fused attention "
-            "reads a request's whole context on every rank."
-        )
     reasons += _steps_of(deployment).refuse(deployment, ROW_BUCKETS[-1], rows_per_request)
     return list(dict.fromkeys(reasons))
 

@@ -13,7 +13,7 @@ from kdecode.config import ModelConfig
 from kdecode.decode.plan import Step
 from kdecode.kernels.common.fused import part_bytes
 from kdecode.kernels.common.native import SharedExchange
-from kdecode.model.rank_share import Exchanged, stage_exchange
+from kdecode.model.rank_share import Exchanged, context_exchanges, stage_exchange
 from kdecode.parallel.shared import exchange_error
 
 # By op, the stages whose values one exchange has, in the order of its exchanges.
@@ -27,11 +27,17 @@ _TOGETHER: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def step_exchanges(
-    config: ModelConfig, size: int, op: str, covers: Sequence[str]
+    config: ModelConfig, size: int, op: str, covers: Sequence[str], *, shares_context: bool
 ) -> tuple[tuple[Exchanged, ...], ...]:
-    """What the ranks exchange in a native step, an exchange each. config: of one rank's share."""
+    """What the ranks exchange in a native step, an exchange each. config: of one rank's share.
+
+    shares_context: whether each has some of a request's positions.
+    """
     if size == 1:
         return ()
+    if op == "mla_front" and shares_context:
+        # The largest score, and the sum of exponentials.
+        return context_exchanges(config, size, 2)
     if op == "embed":
         # The rank that has a token's row shows it; nothing is added.
         return ((Exchanged("gather", "prefix", 2 * config.hidden_size),),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kdecode.cache.budget import context_of
 from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
@@ -21,7 +22,7 @@ from kdecode.engine.rank import trunk_format
 from kdecode.model.layout import TrunkFormat, mxfp4_format
 from kdecode.model.outline import outline_bytes, outline_model
 from kdecode.model.rank_share import share_of
-from kdecode.parallel.ranks import Ranks
+from kdecode.parallel.ranks import ALONE, Ranks
 
 _PACKING_NOTE = (
     "bf16 weights are counted at 16 bits; how far they pack without loss depends on their values"
@@ -56,7 +57,7 @@ def describe_plan(
         deployment = deployment_of(share, engine, ranks, runs=False)
         plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)
         return replace(plan, notes=(*plan.notes, *notes)), size
-    caches = _meta_caches(share, engine)
+    caches = _meta_caches(share, engine, ranks)
     # The standard forward is the same on every device, and this one need not exist.
     plan = build_auto_plan(packed, caches, replace(engine, device="cpu"), ranks)
     steps = tuple(replace(step, run=cannot_run) for step in plan.steps)
@@ -88,16 +89,23 @@ def describe_launches(
     )
     packed = outline_model(config, "rows", "mxfp4_rows")
     plan = latency_specialized.build(
-        deployment, packed, _meta_caches(config, engine), rows, rows_per_request
+        deployment, packed, _meta_caches(config, engine, ALONE), rows, rows_per_request
     )
     return replace(plan, launch=cannot_run)
 
 
-def _meta_caches(config: ModelConfig, engine: EngineConfig) -> Caches:
+def _meta_caches(config: ModelConfig, engine: EngineConfig, ranks: Ranks) -> Caches:
     # Scales matter to a run only; the released checkpoints have none.
     scales = dict.fromkeys(range(config.num_layers), 1.0)
     return Caches.allocate(
-        config, "meta", 1, 1, engine.page_tokens, cache_dtype=engine.cache_dtype, scales=scales
+        config,
+        "meta",
+        1,
+        1,
+        engine.page_positions,
+        cache_dtype=engine.cache_dtype,
+        scales=scales,
+        context=context_of(engine, ranks),
     )
 
 

@@ -58,7 +58,9 @@ class Follower:
         packed = pack_model(reader, trunk_format(engine), device=engine.device, isa=engine.isa)
         # Rows of a draft are on rank 0 alone, but count there, so that both have as many pages.
         draft = draft_config(engine, reader.whole)
-        self.caches = allocate_caches(packed, engine, draft, has_draft_rows=False)
+        self.caches = allocate_caches(
+            packed, engine, draft, ranks=group.ranks, has_draft_rows=False
+        )
         self.places: StatePlaces | None = None
         if engine.enable_prefix_caching:
             self.places = StatePlaces(self.caches, num_states(packed.config, engine))

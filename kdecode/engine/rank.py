@@ -6,12 +6,13 @@ requests or other ranks.
 
 from __future__ import annotations
 
-from kdecode.cache.budget import engine_cache_size
+from kdecode.cache.budget import context_of, engine_cache_size
 from kdecode.cache.caches import Caches
 from kdecode.cache.mirror import Tell, tell_nobody
 from kdecode.config import ConfigError, EngineConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.model.layout import PackedMla, PackedModel, TrunkFormat, tile_format
+from kdecode.parallel.ranks import ALONE, Ranks
 
 
 def trunk_format(engine: EngineConfig) -> TrunkFormat:
@@ -32,13 +33,14 @@ def allocate_caches(
     engine: EngineConfig,
     draft: DraftConfig | None = None,
     *,
+    ranks: Ranks = ALONE,
     has_draft_rows: bool = True,
     tell: Tell = tell_nobody,
 ) -> Caches:
     """Slots and pages for the budget. Raises ConfigError where there is no such memory.
 
-    draft: whose rows the budget is for, too; has_draft_rows: whether they are kept here. tell: see
-    `Caches`.
+    ranks: of which this is one. draft: whose rows the budget is for, too; has_draft_rows: whether
+    they are kept here. tell: see `Caches`.
     """
     config = packed.config
     size = engine_cache_size(config, engine, draft)
@@ -48,17 +50,18 @@ def allocate_caches(
             engine.device,
             size.num_slots,
             size.num_pages,
-            engine.page_tokens,
+            engine.page_positions,
             cache_dtype=engine.cache_dtype,
             scales=cache_scales(packed, engine),
             draft=draft if has_draft_rows else None,
             tell=tell,
+            context=context_of(engine, ranks),
         )
     except RuntimeError as error:
         # torch's way to say that there is not enough memory, on any device.
         raise ConfigError(
             f"The caches cannot be allocated (KDA slots: {size.num_slots:,}, pages of "
-            f"{engine.page_tokens:,} tokens: {size.num_pages:,}, bytes: {size.num_bytes:,}): "
+            f"{engine.page_positions:,} tokens: {size.num_pages:,}, bytes: {size.num_bytes:,}): "
             f"{str(error).splitlines()[0]}"
         ) from error
 

@@ -31,6 +31,7 @@ from kdecode.engine.speculation import Speculation, draft_config, verify_rows
 from kdecode.model.draft_weights import load_draft
 from kdecode.model.layout import PackedModel, pack_matrix, pack_model
 from kdecode.model.weights import CheckpointReader
+from kdecode.parallel.ranks import ALONE
 
 if TYPE_CHECKING:
     from kdecode.engine.leader import Leader
@@ -104,7 +105,11 @@ class Worker:
                 self.draft_target = whole_ends(directory, self.packed, self.packed_draft, engine)
         packed = time.perf_counter()
         self.caches = allocate_caches(
-            self.packed, engine, self.draft, tell=tell_nobody if leader is None else leader.tell
+            self.packed,
+            engine,
+            self.draft,
+            ranks=ALONE if leader is None else leader.ranks,
+            tell=tell_nobody if leader is None else leader.tell,
         )
         self.runner = StepRunner(
             self.packed,

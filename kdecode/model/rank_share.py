@@ -23,7 +23,7 @@ from kdecode.model.presets import RELEASES, released_config
 from kdecode.parallel.ranks import Ranks
 
 Cut = Literal["whole", "rows", "columns"]
-ExchangeKind = Literal["reduce", "gather"]
+ExchangeKind = Literal["reduce", "gather", "swap"]
 
 # Every tensor of a checkpoint; "mlp.w1" stands for those of all experts, MXFP4 codes and scales
 # alike. Rows are heads, a width, a vocabulary, experts or latents: the ranks have equal runs.
@@ -188,6 +188,21 @@ def stage_exchange(config: ModelConfig, size: int, stage: str) -> Exchanged | No
         "head": ("gather", "logits", 2 * config.vocab_size),
     }
     return Exchanged(*found[stage]) if size > 1 and stage in found else None
+
+
+def context_exchanges(
+    config: ModelConfig, size: int, stats: int
+) -> tuple[tuple[Exchanged, ...], ...]:
+    """What ranks that share the positions of a context exchange in the attention of a row.
+
+    Queries go to all ranks, and what is found for its heads comes back to each: sums, and so many
+    statistics of their weights. config: of a share.
+    """
+    mla = config.mla
+    queries = Exchanged("gather", "mla_query", 2 * mla.num_heads * mla.cache_width)
+    lanes = mla.num_heads * size
+    sums = Exchanged("swap", "mla_sums", 4 * lanes * mla.kv_rank)
+    return (queries,), (sums, Exchanged("swap", "mla_stats", 4 * lanes * stats))
 
 
 def reduced_buffers(config: ModelConfig, layer: int) -> tuple[str, ...]:
