@@ -19,6 +19,11 @@ _OF_SERVERS = (
 )
 
 
+def _nats(text: str) -> float | None:
+    """An argparse type; None for auto."""
+    return None if text == "auto" else float(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "two servers", "any two with OpenAI's interface, instead of two backends in this process"
@@ -86,10 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request")
     group.add_argument(
         "--near-tie-nats",
-        type=float,
+        type=_nats,
         default=0.5,
         metavar="X",
-        help="replies may part where the two likeliest tokens are this close in ln p",
+        help="replies may part where two tokens are this close in ln p; auto: as close as the "
+        "roundings of A move them, by its own prompt path",
     )
     for name, of in (("ttft", "first token"), ("tpot", "time per token"), ("e2e", "latency")):
         group.add_argument(

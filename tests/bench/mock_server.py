@@ -29,6 +29,7 @@ CONFIG: Mapping[str, Any] = {
     "speculative": None,
     "outputs_valid": True,
 }
+FIRST_ID = 1000
 HARDWARE: Mapping[str, Any] = {"name": "test accelerator", "count": 8}
 
 
@@ -40,7 +41,9 @@ class MockServer:
     text of each token, by position. margins: the runner-up there and how far it is behind. channel:
     "content" or "reasoning", for chats. coverage: share of decode steps that the counters call
     specialised; None: no such counters. changes_texts: from one timed reply to the next. config
-    None: no fingerprint, as elsewhere.
+    None: no fingerprint, as elsewhere. scores: tokens are told by their numbers, FIRST_ID and
+    following, and scored as parts of a prompt in this form: what is likelier at a position, and by
+    how much. rounding: how far ln p is then from what the decode path says. ids: of other tokens.
     """
 
     name: str = "auto"
@@ -67,6 +70,10 @@ class MockServer:
     max_output: int | None = None
     bias: float = 1.0
     changes_texts: bool = False
+    scores: Mapping[int, tuple[int, float]] | None = None
+    score_form: str = "prompt_logprobs"
+    rounding: float = 0.0
+    ids: Mapping[int, int] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
@@ -149,6 +156,9 @@ class MockServer:
         if self.fail_every and len(self.log) % self.fail_every == 0:
             _answer(writer, 500, json.dumps({"error": {"message": "scripted failure"}}))
             return
+        if "stream" not in body:
+            _answer(writer, 200, json.dumps({"choices": [self._scored(body)]}))
+            return
         is_chat = path.endswith("/chat/completions")
         total = min(body["max_tokens"], self.max_output or body["max_tokens"])
         factor = self._random.lognormvariate(0, self.noise) if self.noise else 1.0
@@ -193,11 +203,35 @@ class MockServer:
         else:
             choice["text"] = text
         if body.get("logprobs") and self.has_logprobs:
+            if self.scores is not None:
+                words = [f"token_id:{self.ids.get(i, FIRST_ID + i)}" for i in positions]
             tops = [
                 {word: -0.1, **self._second(i)} for i, word in zip(positions, words, strict=True)
             ]
             choice["logprobs"] = {"tokens": words, "top_logprobs": tops}
         return choice
+
+    def _scored(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Of every token of the prompt; the reply that is scored begins with FIRST_ID."""
+        ids = body["prompt"]
+        begin = ids.index(FIRST_ID) if FIRST_ID in ids else len(ids)
+        tops = []
+        for place, token in enumerate(ids):
+            own = -0.1 - self.rounding
+            other, margin = (self.scores or {}).get(place - begin, (token, 0.0))
+            tops.append({token: own, other: own + margin} if other != token else {token: own})
+        if self.score_form not in body:
+            return {"text": ""}
+        if self.score_form == "prompt_logprobs":
+            told = [{str(t): {"logprob": v} for t, v in top.items()} for top in tops]
+            return {"text": "", "prompt_logprobs": [None, *told[1:]]}
+        named = [{f"token_id:{t}": v for t, v in top.items()} for top in tops]
+        logprobs = {
+            "tokens": [f"token_id:{token}" for token in ids],
+            "token_logprobs": [None, *(top[t] for t, top in zip(ids[1:], tops[1:], strict=True))],
+            "top_logprobs": [None, *named[1:]],
+        }
+        return {"text": "", "logprobs": logprobs}
 
     def _second(self, position: int) -> dict[str, float]:
         """The runner-up at a position: its word and how far it is behind."""

@@ -316,6 +316,52 @@ def test_near_ties_are_told_from_real_differences(tmp_path: Path) -> None:
     assert shorter.unequal_pairs == 8
 
 
+@pytest.mark.parametrize("form", ["prompt_logprobs", "echo"])
+def test_replies_are_scored_by_the_prompts_paths(tmp_path: Path, form: str) -> None:
+    """The baseline's own roundings calibrate the near-tie; the candidate is teacher-forced."""
+    fields: dict[str, Any] = {"score_form": form}
+    a = auto(scores={}, rounding=0.02, **fields)
+    b = special(scores={2: (5, 0.03), 6: (7, 0.9)}, **fields)
+    found = measure(tmp_path, a, b)
+    assert found.outputs is not None
+    calibration, forced = found.outputs.calibration, found.outputs.forced
+    assert calibration is not None
+    assert (calibration.positions, calibration.largest) == (18, pytest.approx(0.02))
+    assert forced is not None
+    # Two requests; one place is a near-tie of 0.5, and neither decides anything.
+    assert (forced.positions, forced.other, forced.beyond) == (18, 4, 2)
+    assert forced.widest == pytest.approx(0.9)
+    assert found.verdict == "faster"
+    text = render(found, MACHINE)
+    assert "so a margin by up to 0.04; a near-tie is 0.5 here" in text
+    assert "prefers another token at 4 of 18 positions, 2 beyond a near-tie" in text
+    assert document_of(found, MACHINE)["outputs"]["forced"]["beyond"] == 2
+
+
+def test_a_near_tie_is_calibrated(tmp_path: Path) -> None:
+    """A margin of 0.03 is one where ln p moves by 0.02, and none where it moves by 0.01."""
+    other = {"margins": {4: ("token_id:1004", 0.03)}, "scores": {}}
+    for rounding, verdict in ((0.02, "faster"), (0.01, "outputs differ")):
+        b = special(**other)
+        b.words = {4: "x "}
+        b.ids = {4: 7}
+        found = measure(tmp_path, auto(scores={}, rounding=rounding), b, near_tie=None)
+        assert found.outputs is not None
+        assert found.outputs.near_tie == pytest.approx(2 * rounding)
+        assert found.outputs.agreement.prompts[0].divergence_margin == pytest.approx(0.03)
+        assert found.verdict == verdict
+
+
+def test_a_near_tie_cannot_be_calibrated_without_the_servers_help(tmp_path: Path) -> None:
+    found = measure(tmp_path, auto(), special(), near_tie=None)
+    assert found.verdict == "not comparable"
+    assert "a near-tie cannot be calibrated" in found.problems[0]
+    blind = measure(tmp_path, auto(scores={}, score_form="none"), special(scores={}))
+    assert blind.outputs is not None
+    assert (blind.outputs.calibration, blind.verdict) == (None, "faster")
+    assert "near-tie not calibrated" in render(blind, MACHINE)
+
+
 def test_texts_may_change_where_requests_share_a_step(tmp_path: Path) -> None:
     """Alone they may not; together, a neighbour may decide a near-tie."""
     changing = {"changes_texts": True}
@@ -326,7 +372,7 @@ def test_texts_may_change_where_requests_share_a_step(tmp_path: Path) -> None:
     together = measure(tmp_path, auto(), special(**changing), load=Load(concurrency=2))
     assert together.verdict == "faster"
     assert together.outputs is not None
-    same, compared = together.outputs.identical[1], together.outputs.compared[1]
+    same, compared = together.outputs.judged.identical[1], together.outputs.judged.compared[1]
     assert 0 <= same < compared == 8
 
 

@@ -2,7 +2,8 @@
 
 Owns where two replies part and by how much. The margin is the server's own, in natural logarithms:
 the probability of the token it took over that of the other arm's token. Behind a URL nothing can be
-teacher-forced on the decode path, so what follows a near-tie is another text and is not judged.
+teacher-forced on the decode path, so what follows a near-tie is another text and is not judged
+here; what the prompt's path says of it is `forced`'s.
 """
 
 from __future__ import annotations

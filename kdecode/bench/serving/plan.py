@@ -71,7 +71,8 @@ def phases(workload: Workload, design: Design, expected: Expected) -> list[Phase
     if design.has_null:
         found.append(Phase("null run, a against a", ((2 * half,) * 2, (0, 0)), number, whole_s))
     found.append(Phase("blocks", ((half,) * 2,) * 2, number, whole_s))
-    found.append(Phase("outputs, one at a time", ((1, 1),) * 2, number, in_turn_s))
+    # The second one scores the baseline's replies, where the servers tell logprobs of prompts.
+    found.append(Phase("outputs, one at a time", ((1, 2),) * 2, number, in_turn_s))
     return found
 
 
@@ -194,7 +195,8 @@ def _gate_lines(workload: Workload, design: Design) -> Iterator[str]:
         f"{100 * gate.MAX_HIT_DIFFERENCE:g} points"
     )
     yield f"  the client is at most {100 * gate.MAX_LAG_SHARE:g} % of the median latency late (P90)"
-    yield f"  greedy replies part nowhere, or at a near-tie: up to {design.near_tie:g} in ln p"
+    near_tie = "as a's roundings say" if design.near_tie is None else f"up to {design.near_tie:g}"
+    yield f"  greedy replies part nowhere, or at a near-tie: {near_tie} in ln p"
     yield (
         f"  an arm with {SPECIALIZED_BACKEND} runs at least {100 * MIN_COVERAGE:g} % of its decode "
         "steps specialised"

@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kdecode.bench.agreement import Agreement
 from kdecode.bench.compare import Progress, Warmup
 from kdecode.bench.serving import gate
 from kdecode.bench.serving.client import Client
 from kdecode.bench.serving.counters import Key, add_up, growth
 from kdecode.bench.serving.facts import ServerFacts, read_facts, read_metrics
+from kdecode.bench.serving.forced import Calibration, ForcedChoices, calibrate, force
 from kdecode.bench.serving.http import HttpError, exchange
 from kdecode.bench.serving.load import Load, PassResult, run_pass
 from kdecode.bench.serving.outputs import Judged, judge
@@ -47,7 +49,8 @@ class Design:
     """A block is four passes of the workload: ABBA, the next time BAAB, or in a random order.
 
     has_null: the first arm is measured against itself before. near_tie: of outputs, in natural
-    logarithms. warmup_passes: least and most discarded passes of an arm, with other contents.
+    logarithms; None: as the first arm's own roundings say. warmup_passes: least and most discarded
+    passes of an arm, with other contents.
     """
 
     load: Load
@@ -58,7 +61,7 @@ class Design:
     warmup_passes: tuple[int, int] = (3, 10)
     warmup_tolerance: float = 0.05
     warmup_requests: int = 4
-    near_tie: float = 0.5
+    near_tie: float | None = 0.5
     limits: Limits = field(default_factory=Limits)
     seed: int = 0
 
@@ -78,6 +81,21 @@ class MeasuredPass:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """judged: the greedy replies, with the near-tie that they were judged by. calibration, forced:
+    of the prompts' paths, which decide nothing; None where a server does not tell."""
+
+    judged: Judged
+    near_tie: float
+    calibration: Calibration | None
+    forced: ForcedChoices | None
+
+    @property
+    def agreement(self) -> Agreement:
+        return self.judged.agreement
+
+
+@dataclass(frozen=True)
 class ServedComparison:
     """Everything that a comparison found. ratios is empty unless the verdict is about speed."""
 
@@ -93,7 +111,7 @@ class ServedComparison:
     null: RatioEstimate | None
     passes: tuple[MeasuredPass, ...]
     summaries: tuple[ServedSummary, ServedSummary]
-    outputs: Judged | None
+    outputs: Outputs | None
     unequal_pairs: int
     ratios: Mapping[str, RatioEstimate]
     verdict: Verdict
@@ -185,7 +203,7 @@ def _judge(
     facts: Sequence[ServerFacts],
     differences: Sequence[Difference],
     problems: Sequence[str],
-    outputs: Judged | None,
+    outputs: Outputs | None,
     summaries: Sequence[ServedSummary],
     pairs: Pairs,
     seed: int,
@@ -308,7 +326,7 @@ class _Runner:
 
     async def outputs(
         self, clients: tuple[Client, Client], passes: Sequence[MeasuredPass]
-    ) -> tuple[Judged | None, str | None]:
+    ) -> tuple[Outputs | None, str | None]:
         """Greedy replies one at a time, with logprobs where the server gives them."""
         replies: tuple[list[Reply], list[Reply]] = ([], [])
         for number, request in enumerate(self._workload.requests):
@@ -326,8 +344,20 @@ class _Runner:
         has_turns = len(self._workload.sessions()) < len(self._workload.requests)
         is_sequential = self._design.load.concurrency == 1 and not has_turns
         timed = (self._texts(passes, 0), self._texts(passes, 1))
+        pairs = list(zip(self._workload.requests, replies[0], strict=True))
+        self._progress("agreement", "the prompt's path")
+        calibration = await calibrate(clients[0], pairs, self._salt("score", 0))
         near_tie = self._design.near_tie
-        return judge(*replies, timed, near_tie=near_tie, is_sequential=is_sequential), None
+        if near_tie is None:
+            if calibration is None:
+                return None, (
+                    f"{clients[0].name} does not tell logprobs of prompts by token id, so a "
+                    "near-tie cannot be calibrated; name one in ln p."
+                )
+            near_tie = calibration.near_tie
+        forced = await force(clients[1], pairs, near_tie, self._salt("score", 1))
+        judged = judge(*replies, timed, near_tie=near_tie, is_sequential=is_sequential)
+        return Outputs(judged, near_tie, calibration, forced), None
 
     def _texts(self, passes: Sequence[MeasuredPass], arm: int) -> list[list[str]]:
         texts: dict[str, list[str]] = {request.id: [] for request in self._workload.requests}

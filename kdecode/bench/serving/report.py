@@ -15,7 +15,7 @@ from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SERVED_FORMULAS, SPECIALIZED, STANDARD, Spread
 from kdecode.bench.report import divergence_lines
 from kdecode.bench.serving.facts import ServerFacts
-from kdecode.bench.serving.protocol import ServedComparison
+from kdecode.bench.serving.protocol import Outputs, ServedComparison
 from kdecode.bench.serving.summary import ServedSummary
 from kdecode.bench.tables import columns, estimate_text, legend, rate, spread_text
 from kdecode.bench.verdicts import (
@@ -238,20 +238,41 @@ def coverage_lines(comparison: ServedComparison) -> list[str]:
 
 
 def output_lines(comparison: ServedComparison) -> list[str]:
-    judged = comparison.outputs
-    if judged is None:
+    outputs = comparison.outputs
+    if outputs is None:
         if comparison.is_synthetic:
             return ["outputs: NOT VALID under synthetic acceptance; not compared"]
         return ["outputs: not compared, because the arms are not comparable"]
-    agreement = judged.agreement
+    agreement, judged = outputs.agreement, outputs.judged
     lines = [
         f"outputs: identical greedy replies to {agreement.identical_prompts} of "
         f"{counted(len(agreement.prompts), 'request')}, {agreement.near_ties} parted at a near-tie "
-        f"(margin up to {comparison.design.near_tie:g} in ln p), {agreement.real} for real",
+        f"(margin up to {outputs.near_tie:g} in ln p), {agreement.real} for real",
     ]
     for name, same, of in zip(comparison.arm_names, judged.identical, judged.compared, strict=True):
         lines.append(f"timed replies of {name} like its own reply alone: {same} of {of}")
-    return lines + list(divergence_lines(agreement, "request"))
+    return [*lines, *divergence_lines(agreement, "request"), *_forced_lines(comparison, outputs)]
+
+
+def _forced_lines(comparison: ServedComparison, outputs: Outputs) -> list[str]:
+    """What the prompts' paths say; it decides nothing."""
+    baseline, candidate = comparison.arm_names
+    found, forced = outputs.calibration, outputs.forced
+    if found is None:
+        lines = [f"near-tie not calibrated: {baseline} tells no logprobs of prompts by token id"]
+    else:
+        lines = [
+            f"calibration: ln p of a token differs by up to {found.largest:.3g} between the decode "
+            f"and the prompt path of {baseline} ({found.positions:,} positions), so a margin by up "
+            f"to {found.near_tie:.3g}; a near-tie is {outputs.near_tie:.3g} here"
+        ]
+    if forced is not None:
+        lines.append(
+            f"teacher-forced: given the replies of {baseline}, {candidate} (its prompt path) "
+            f"prefers another token at {forced.other} of {forced.positions:,} positions, "
+            f"{forced.beyond} beyond a near-tie, by up to {forced.widest:.3g} in ln p"
+        )
+    return lines
 
 
 def ratio_lines(comparison: ServedComparison) -> list[str]:
