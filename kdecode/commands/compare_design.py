@@ -15,8 +15,8 @@ from kdecode.commands.launches import own_servers, recipe_servers
 
 if TYPE_CHECKING:
     from kdecode.bench.serving.client import Client
+    from kdecode.bench.serving.design import Design
     from kdecode.bench.serving.launch import Launch
-    from kdecode.bench.serving.protocol import Design
     from kdecode.bench.workloads.types import Workload
 
 # Where a server does not tell the size of its vocabulary.
@@ -46,8 +46,8 @@ def launches_of(args: argparse.Namespace) -> tuple[Launch, ...]:
 
 
 def design_of(args: argparse.Namespace) -> Design:
+    from kdecode.bench.serving.design import Design
     from kdecode.bench.serving.load import Load
-    from kdecode.bench.serving.protocol import Design
     from kdecode.bench.serving.summary import Limits
     from kdecode.bench.workloads.types import WorkloadError
 

@@ -23,9 +23,9 @@ from kdecode.commands.process import OutputError, until_signal
 if TYPE_CHECKING:
     from kdecode.bench.machine import Machine
     from kdecode.bench.serving.client import Client
+    from kdecode.bench.serving.design import Design
     from kdecode.bench.serving.facts import ServerFacts
     from kdecode.bench.serving.launch import Launch
-    from kdecode.bench.serving.protocol import Design
     from kdecode.bench.serving.sweep import SweepPoint
 
 Found = TypeVar("Found")

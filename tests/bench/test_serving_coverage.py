@@ -16,15 +16,10 @@ from simulated import simulate
 
 from kdecode.bench.metrics import RequestTiming
 from kdecode.bench.serving.client import Client, ServedRecord
+from kdecode.bench.serving.design import Design, MeasuredPass, pairs_of
 from kdecode.bench.serving.http import Target
 from kdecode.bench.serving.load import Load, PassResult
-from kdecode.bench.serving.protocol import (
-    Design,
-    MeasuredPass,
-    ServedComparison,
-    compare_servers,
-    pairs_of,
-)
+from kdecode.bench.serving.protocol import ServedComparison, compare_servers
 from kdecode.bench.statistics import RatioEstimate
 from kdecode.bench.verdicts import ratios
 from kdecode.bench.workloads.synthetic import TokenRange, fixed

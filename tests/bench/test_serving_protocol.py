@@ -13,11 +13,12 @@ from simulated import simulate
 from kdecode.bench.machine import Machine
 from kdecode.bench.serving.client import Client
 from kdecode.bench.serving.counters import add_up, growth, read_counters
+from kdecode.bench.serving.design import Design
 from kdecode.bench.serving.facts import ServerFacts, read_facts
 from kdecode.bench.serving.gate import facts_differences, run_problems
 from kdecode.bench.serving.http import HttpError, Target
 from kdecode.bench.serving.load import Load, PassResult
-from kdecode.bench.serving.protocol import Design, ServedComparison, compare_servers
+from kdecode.bench.serving.protocol import ServedComparison, compare_servers
 from kdecode.bench.serving.report import render, tables
 from kdecode.bench.serving.stored import (
     RefusedRatioError,

@@ -21,16 +21,12 @@ from kdecode.bench.metrics import RequestTiming
 from kdecode.bench.serving import charts, report
 from kdecode.bench.serving.client import Client, ServedRecord
 from kdecode.bench.serving.counters import add_up
+from kdecode.bench.serving.design import Design, MeasuredPass
 from kdecode.bench.serving.exports import aiperf_records, llm_d_report, vllm_bench
 from kdecode.bench.serving.folder import render_markdown, write_folder
 from kdecode.bench.serving.http import Target
 from kdecode.bench.serving.load import Load, PassResult
-from kdecode.bench.serving.protocol import (
-    Design,
-    MeasuredPass,
-    ServedComparison,
-    compare_servers,
-)
+from kdecode.bench.serving.protocol import ServedComparison, compare_servers
 from kdecode.bench.serving.reply import Reply
 from kdecode.bench.serving.report_html import render_html
 from kdecode.bench.serving.summary import Limits, summarize_passes

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kdecode.bench.serving import gate
+from kdecode.bench.serving.design import Design, block_orders
 from kdecode.bench.serving.facts import CANNOT_SEE
 from kdecode.bench.serving.load import Load
-from kdecode.bench.serving.protocol import Design, block_orders
 from kdecode.bench.statistics import expected_detectable
 from kdecode.bench.tables import columns
 from kdecode.bench.verdicts import COMPARED_SETTING, MIN_COVERAGE, SPECIALIZED_BACKEND

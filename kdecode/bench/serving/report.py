@@ -14,8 +14,9 @@ from kdecode.bench import report as in_process
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SERVED_FORMULAS, SPECIALIZED, STANDARD, Spread
 from kdecode.bench.report import divergence_lines
+from kdecode.bench.serving.design import Outputs
 from kdecode.bench.serving.facts import ServerFacts
-from kdecode.bench.serving.protocol import Outputs, ServedComparison
+from kdecode.bench.serving.protocol import ServedComparison
 from kdecode.bench.serving.summary import ServedSummary
 from kdecode.bench.tables import columns, estimate_text, legend, rate, spread_text
 from kdecode.bench.verdicts import (

@@ -13,7 +13,8 @@ from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import RequestMetrics
 from kdecode.bench.report import RATIO_LABELS
 from kdecode.bench.serving import charts, report
-from kdecode.bench.serving.protocol import MeasuredPass, ServedComparison
+from kdecode.bench.serving.design import MeasuredPass
+from kdecode.bench.serving.protocol import ServedComparison
 from kdecode.bench.serving.summary import ServedSummary
 from kdecode.bench.statistics import RatioEstimate
 from kdecode.bench.tables import estimate_text
