@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ RULES: dict[str, tuple[str, ...]] = {
     ),
     "model.stages": ("config",),
     "model.tokenizer": ("config_json",),
+    "parallel": ("config", "kernels.common", "kernels.contract", "parallel"),
     "parallel.ranks": (),
     "parallel.context": ("parallel.ranks",),
     "cache": ("config", "cache"),
@@ -124,6 +126,20 @@ def test_an_op_imports_no_other_op() -> None:
                 parts = imported.split(".")
                 if parts[0] == "kernels" and len(parts) > 1 and parts[1] in ops:
                     assert parts[1] == op, f"{op} imports {imported}"
+
+
+def test_a_rank_that_is_alone_needs_nothing_of_what_processes_are_made_of() -> None:
+    """An engine, its commands and its server import none of it until ranks are asked for."""
+    script = (
+        "import sys, kdecode.engine.engine, kdecode.engine.async_engine, kdecode.commands.serve\n"
+        "print([name for name in sys.modules if name.startswith('kdecode.parallel.')])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = {name.rsplit(".", 1)[1] for name in ast.literal_eval(found.stdout)}
+    assert "ranks" in loaded
+    assert not loaded & {"collectives", "followers", "group", "hosts", "launch"}
 
 
 def test_config_needs_only_the_standard_library() -> None:
