@@ -71,7 +71,8 @@ def test_a_trunk_in_tiles_is_divided_too(
 def test_two_ranks_of_a_larger_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "medium", "medium", seed=0)
     (whole,) = run_all(tmp_path / "medium", 1)
-    check(run_all(tmp_path / "medium", 2), whole)
+    # Roundings of 12 layers: on one rank a trunk in rows and one in tiles differ by as much.
+    check(run_all(tmp_path / "medium", 2), whole, rms_ratio=4e-2)
 
 
 def described(config: ModelConfig, ranks: Ranks) -> DecodePlan:
