@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from kdecode.commands.process import OutputError
 from kdecode.config import (
     CacheDtype,
     ConfigError,
@@ -172,6 +173,23 @@ def add_rank_arguments(group: argparse._ActionsContainer) -> None:
         help="processes that share the model; --threads is then of each. docs/parallel.md",
     )
     group.add_argument(
+        "--decode-context-parallel-size",
+        "-dcp",
+        type=positive,
+        default=defaults.decode_context_parallel_size,
+        dest="num_context_ranks",
+        metavar="N",
+        help="of these processes, how many share the positions of the latent cache: 1 or all",
+    )
+    group.add_argument(
+        "--dcp-kv-cache-interleave-size",
+        type=positive,
+        default=defaults.context_interleave_tokens,
+        dest="context_interleave",
+        metavar="TOKENS",
+        help="positions that follow each other on one of them",
+    )
+    group.add_argument(
         "--rank-timeout-seconds",
         type=float,
         default=defaults.rank_timeout_s,
@@ -189,6 +207,8 @@ def rank_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What `add_rank_arguments` reads, as fields of `EngineConfig`."""
     return {
         "tensor_parallel_size": args.num_ranks,
+        "decode_context_parallel_size": args.num_context_ranks,
+        "context_interleave_tokens": args.context_interleave,
         "rank_timeout_s": args.rank_timeout_seconds,
         "check_ranks": args.check_ranks,
     }
@@ -330,7 +350,7 @@ def check_output_file(target: str) -> None:
 
 
 def write_json(document: Any, target: str, echo: Callable[[str], None] = print) -> None:
-    """Writes a document to a path, or to stdout for "-"."""
+    """Writes a document to a path, or to stdout for "-". Raises OutputError."""
     text = json.dumps(document, indent=2)
     if target == "-":
         echo(text)
@@ -338,4 +358,4 @@ def write_json(document: Any, target: str, echo: Callable[[str], None] = print) 
     try:
         Path(target).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{target} cannot be written: {error}") from error
+        raise OutputError(f"{target} cannot be written: {error}") from error

@@ -40,6 +40,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError(f"--arch is of a GPU; --device is {args.device}, and has to be cuda.")
     if args.decode_backend == "auto":
         raise InputError("--arch is for the kernels of latency_specialized; auto has no plan.")
+    if args.num_context_ranks > 1:
+        raise InputError("--arch has no plan of ranks that share positions.")
     if args.speculative_config is not None:
         raise InputError("--arch has no plan of a draft; give --drafts for the verify step.")
 

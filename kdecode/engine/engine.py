@@ -326,6 +326,7 @@ class LLM:
             "threads": engine.resolved_threads(),
             "tensor_parallel_size": engine.tensor_parallel_size,
             "decode_context_parallel_size": engine.decode_context_parallel_size,
+            "context_interleave_tokens": engine.context_interleave_tokens,
             "cache": {
                 "dtype": caches.cache_dtype,
                 "scales": {str(layer): scale for layer, scale in caches.scales.items()},

@@ -18,8 +18,8 @@ from kdecode.testing.compare import near_tie
 # Two correct runs may choose apart where logits are so close: 5 % of a large one, as in `compare`.
 NEAR_TIE = 0.5
 # Of logits, RMS of the differences against RMS of the values. Sums of parts are rounded otherwise
-# than whole ones; found are 0.007 to 0.010.
-MAX_DISTANCE = 0.03
+# than whole ones: found are 0.007 to 0.010, and up to 0.035 where an expert changes place.
+MAX_DISTANCE = 0.05
 PROMPTS = (tuple(range(5, 45)), tuple(range(100, 117)), tuple(range(300, 370)))
 SETTINGS = {
     "num_threads": 1,
@@ -44,6 +44,11 @@ def build(checkpoint: Path, backend: str, size: int = 1, **settings: object) -> 
     return LLM(checkpoint, decode_backend=backend, **{**SETTINGS, **ranks, **settings})
 
 
+def sharing(size: int, interleave: int) -> dict[str, object]:
+    """Settings of ranks that share the positions of the latent cache."""
+    return {"decode_context_parallel_size": size, "context_interleave_tokens": interleave}
+
+
 def with_draft(checkpoint: Path, num_drafts: int = 3, **settings: object) -> SpeculativeConfig:
     return SpeculativeConfig(draft_directory(checkpoint), num_drafts, **settings)  # type: ignore[arg-type]
 
@@ -61,8 +66,8 @@ class Single:
     logits: list[Tensor]
 
     @staticmethod
-    def of(checkpoint: Path, backend: str) -> Single:
-        llm = build(checkpoint, backend)
+    def of(checkpoint: Path, backend: str, **settings: object) -> Single:
+        llm = build(checkpoint, backend, **settings)
         replies = [output.token_ids for output in llm.generate(PROMPTS, greedy())]
         pairs = zip(PROMPTS, replies, strict=True)
         return Single(llm, replies, [llm.teacher_forced(*pair) for pair in pairs])

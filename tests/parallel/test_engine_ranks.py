@@ -16,16 +16,35 @@ from ranked_engines import (
     build,
     distance,
     greedy,
+    sharing,
     with_draft,
 )
 
+from kdecode.cache.budget import page_bytes, slot_bytes
 from kdecode.engine.engine import LLM
+from kdecode.model.rank_share import share_of
 from kdecode.speculative.types import Proposal, RoundRequest
 
 K3, LINEAR = "mini_16_checkpoint", "mini_linear_16_checkpoint"
+# Model, backend, ranks, settings of ranks that share positions; and of one rank, too.
+FP8 = {"cache_dtype": "fp8", "cache_scale": 0.05}
 CASES = [
-    pytest.param((K3, "latency_specialized", 2), id="k3-latency-2"),
-    pytest.param((K3, "auto", 2), id="k3-auto-2", marks=pytest.mark.slow),
+    pytest.param((K3, "latency_specialized", 2, {}, {}), id="k3-latency-2"),
+    pytest.param((K3, "latency_specialized", 2, sharing(2, 1), {}), id="k3-latency-2-shared"),
+    pytest.param((K3, "auto", 2, {}, {}), id="k3-auto-2", marks=pytest.mark.slow),
+    *(
+        pytest.param(
+            (model, backend, size, sharing(size, interleave), more),
+            id=f"{model}-{backend}-{size}-shared-{interleave}-{'fp8' if more else 'bf16'}",
+            marks=pytest.mark.slow,
+        )
+        for model, backend, size, interleave, more in (
+            (K3, "auto", 2, 16, {}),
+            (K3, "auto", 4, 1, FP8),
+            (K3, "latency_specialized", 4, 16, FP8),
+            (K3, "latency_specialized", 8, 1, {}),
+        )
+    ),
 ]
 SIZES = [
     pytest.param((K3, "auto", 2), id="k3-auto-2"),
@@ -37,23 +56,38 @@ SIZES = [
         for size in (2, 4, 8, 16)
     ),
 ]
-_SINGLES: dict[tuple[str, str], Single] = {}
+SHARED = [
+    pytest.param((K3, "auto", 2, 1), id="k3-auto-2-1"),
+    *(
+        pytest.param(
+            (model, backend, size, interleave),
+            id=f"{model}-{backend}-{size}-{interleave}",
+            marks=pytest.mark.slow,
+        )
+        for model in (K3, LINEAR)
+        for backend in ("auto", "latency_specialized")
+        for size in (2, 4, 8)
+        for interleave in (1, 16)
+    ),
+]
+_SINGLES: dict[tuple[str, str, str], Single] = {}
 
 
-def _single(request: pytest.FixtureRequest, model: str, backend: str) -> Single:
-    if (model, backend) not in _SINGLES:
-        _SINGLES[model, backend] = Single.of(request.getfixturevalue(model), backend)
-    return _SINGLES[model, backend]
+def _single(request: pytest.FixtureRequest, model: str, backend: str, **settings: object) -> Single:
+    key = model, backend, str(settings)
+    if key not in _SINGLES:
+        _SINGLES[key] = Single.of(request.getfixturevalue(model), backend, **settings)
+    return _SINGLES[key]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Single]]:
-    """Two ranks with a draft and a prefix cache, and one rank without."""
-    model, backend, size = request.param
+    """Ranks with a draft and a prefix cache, and one rank without."""
+    model, backend, size, shared, more = request.param
     checkpoint: Path = request.getfixturevalue(model)
     settings = {"speculative": with_draft(checkpoint), "enable_prefix_caching": True}
-    with build(checkpoint, backend, size, **settings) as llm:
-        yield llm, _single(request, model, backend)
+    with build(checkpoint, backend, size, **settings, **shared, **more) as llm:
+        yield llm, _single(request, model, backend, **more)
 
 
 def _without_drafts(llm: LLM) -> None:
@@ -83,6 +117,29 @@ def test_any_number_of_ranks_says_what_one_says(
         assert distance(ours, theirs) < MAX_DISTANCE
     assert resolved["tensor_parallel_size"] == size
     assert single.llm.resolved_config()["tensor_parallel_size"] == 1
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_that_share_positions_say_what_one_says(
+    request: pytest.FixtureRequest, case: tuple[str, str, int, int]
+) -> None:
+    """Prompts and replies go over the borders of pages."""
+    model, backend, size, interleave = case
+    single = _single(request, model, backend)
+    shared = sharing(size, interleave)
+    with build(request.getfixturevalue(model), backend, size, **shared) as llm:
+        outputs = llm.generate(PROMPTS, greedy())
+        logits = [llm.teacher_forced(*p) for p in zip(PROMPTS, single.replies, strict=True)]
+        resolved, share = llm.resolved_config(), llm.model_config
+    assert single.near_ties(outputs) <= len(PROMPTS)
+    for ours, theirs in zip(logits, single.logits, strict=True):
+        assert distance(ours, theirs) < MAX_DISTANCE
+    cache = resolved["cache"]
+    assert (cache["page_tokens"], cache["pages"]) == (16 * size, 3 * -(-128 // (16 * size)))
+    # Slots are divided by heads; a page has as many bytes as it would have on one rank.
+    slots = 3 * slot_bytes(share_of(single.llm.model_config, size))
+    assert cache["bytes"] == slots + cache["pages"] * page_bytes(share, 16, "bf16")
+    assert resolved["context_interleave_tokens"] == interleave
 
 
 def test_requests_together_and_alone(pair: tuple[LLM, Single]) -> None:
@@ -178,9 +235,6 @@ def test_an_aborted_request_leaves_the_others_as_they_are(pair: tuple[LLM, Singl
 
 def test_preempted_requests_say_what_they_would_have_said(request: pytest.FixtureRequest) -> None:
     """Pages for a request and a half: others go back to the queue, on every rank alike."""
-    from kdecode.cache.budget import page_bytes, slot_bytes
-    from kdecode.model.rank_share import share_of
-
     model, backend = K3, "latency_specialized"
     single = _single(request, model, backend)
     share = share_of(single.llm.model_config, 2)
