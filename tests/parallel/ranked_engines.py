@@ -44,6 +44,11 @@ def build(checkpoint: Path, backend: str, size: int = 1, **settings: object) -> 
     return LLM(checkpoint, decode_backend=backend, **{**SETTINGS, **ranks, **settings})
 
 
+def sharing(size: int, interleave: int) -> dict[str, object]:
+    """Settings of ranks that share the positions of the latent cache."""
+    return {"decode_context_parallel_size": size, "context_interleave_tokens": interleave}
+
+
 def with_draft(checkpoint: Path, num_drafts: int = 3, **settings: object) -> SpeculativeConfig:
     return SpeculativeConfig(draft_directory(checkpoint), num_drafts, **settings)  # type: ignore[arg-type]
 
@@ -61,8 +66,8 @@ class Single:
     logits: list[Tensor]
 
     @staticmethod
-    def of(checkpoint: Path, backend: str) -> Single:
-        llm = build(checkpoint, backend)
+    def of(checkpoint: Path, backend: str, **settings: object) -> Single:
+        llm = build(checkpoint, backend, **settings)
         replies = [output.token_ids for output in llm.generate(PROMPTS, greedy())]
         pairs = zip(PROMPTS, replies, strict=True)
         return Single(llm, replies, [llm.teacher_forced(*pair) for pair in pairs])
