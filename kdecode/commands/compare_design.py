@@ -38,6 +38,11 @@ def launches_of(args: argparse.Namespace) -> tuple[Launch, ...]:
         launches = own_servers(args, _longest_request(args))
     elif args.recipe is not None:
         launches = recipe_servers(args)
+    if args.restart != "never" and (not launches or args.task is not None):
+        raise InputError(
+            f"--restart {args.restart} is of a comparison of speed that starts its servers, with "
+            "--serve or --recipe."
+        )
     if launches:
         args.url_a, args.url_b = (launch.url for launch in launches)
     if args.url_a is None or args.url_b is None:
@@ -70,6 +75,7 @@ def design_of(args: argparse.Namespace) -> Design:
             has_null=not args.no_null,
             order=args.order,
             cache=args.cache,
+            restart=args.restart,
             near_tie=args.near_tie_nats,
             limits=Limits(*(None if v is None else v * _SECONDS for v in limits)),
             seed=args.seed,

@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recipe", metavar="FILE", help="start the servers of a recipe, such as recipes/*.yaml"
     )
+    group.add_argument(
+        "--restart",
+        choices=("never", "block", "arm"),
+        default="never",
+        help="of servers that are started here: both anew for each block; or one at a time, anew "
+        "when the other arm's turn begins, on one set of devices",
+    )
     group.add_argument("--model-a", metavar="NAME", help="default: the first that A serves")
     group.add_argument("--model-b", metavar="NAME", help="default: the first that B serves")
     group.add_argument("--api-key", metavar="KEY", help="of both servers")

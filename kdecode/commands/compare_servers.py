@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kdecode.bench.serving.client import Client
     from kdecode.bench.serving.design import Design
     from kdecode.bench.serving.facts import ServerFacts
+    from kdecode.bench.serving.hosting import Hosts
     from kdecode.bench.serving.launch import Launch
     from kdecode.bench.serving.sweep import SweepPoint
 
@@ -127,17 +128,20 @@ def _check_reports(args: argparse.Namespace) -> None:
 def _preflight(args: argparse.Namespace, launches: tuple[Launch, ...]) -> int:
     from kdecode.bench.serving.facts import read_facts
     from kdecode.bench.serving.gate import configuration_problems, facts_differences
-    from kdecode.bench.serving.launch import launched
+    from kdecode.bench.serving.hosting import Launched
     from kdecode.bench.serving.report import preflight_lines
     from kdecode.bench.verdicts import EXIT_CODES
 
     a, b = clients_of(args)
 
     async def read() -> tuple[ServerFacts, ServerFacts]:
-        async with AsyncExitStack() as servers:
-            for launch in launches:
-                await servers.enter_async_context(launched(launch))
-            return await read_facts(a), await read_facts(b)
+        async with Launched(launches, args.restart) as hosts:
+            found = []
+            for arm, client in enumerate((a, b)):
+                if launches:
+                    await hosts.turn(arm, arm)
+                found.append(await read_facts(client))
+            return found[0], found[1]
 
     facts = run_loop(read())
     differences = facts_differences(*facts)
@@ -225,17 +229,19 @@ async def _compare(
     bar: ProgressBar,
 ) -> list[SweepPoint]:
     """Each comparison in turn, on the same servers."""
-    from kdecode.bench.serving.launch import launched
+    from kdecode.bench.serving.hosting import Launched, Standing
     from kdecode.bench.serving.protocol import compare_servers
     from kdecode.bench.serving.sweep import SweepPoint
 
     found = []
-    async with AsyncExitStack() as servers:
-        for launch in launches:
-            bar.message(f"starting {launch.name}", launch.url)
-            await servers.enter_async_context(launched(launch))
+    async with AsyncExitStack() as stack:
+        hosts: Hosts = Standing()
+        if launches:
+            servers = Launched(launches, designs[0].restart, bar.message)
+            hosts = await stack.enter_async_context(servers)
         for args, design in zip(points, designs, strict=True):
+            await hosts.turn(0, 0)
             workload = await workload_of(args, clients[0])
-            comparison = await compare_servers(*clients, workload, design, bar.message)
+            comparison = await compare_servers(*clients, workload, design, bar.message, hosts)
             found.append(SweepPoint(args.concurrency or 1, args.prompt_tokens, comparison))
     return found

@@ -25,7 +25,7 @@ _FLAGS = (
     *("prompts", "prompt_tokens", "output_tokens", "blocks", "concurrency", "rate", "cache"),
     *("seed", "model_a", "model_b", "token_ids", "timeout", "workload", "workload_format"),
     *("agentic", "sessions", "max_pause", "own_times", "speed", "sweep_concurrency"),
-    "sweep_prompt_tokens",
+    *("sweep_prompt_tokens", "restart"),
 )
 _SWITCHES = ("agentic", "own_times")
 _LISTS = ("sweep_concurrency", "sweep_prompt_tokens")

@@ -84,3 +84,21 @@ def test_kinds_of_points_are_told_apart(
 def test_what_a_sweep_cannot_be_of(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*FLAGS, *flags]) == 2
     assert "sweep" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_has_an_exit_code_of_its_own(
+    servers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = FLAGS[: FLAGS.index("--sweep-concurrency")]
+    # Nobody can know before that the disk will be full, or what a folder has inside.
+    assert cli.main([*flags, "--json", "/dev/full"]) == 6
+    assert "/dev/full cannot be written: [Errno 28]" in capsys.readouterr().err
+    (tmp_path / "out" / "report.md").mkdir(parents=True)
+    assert cli.main([*flags, "--out", str(tmp_path / "out")]) == 6
+    captured = capsys.readouterr()
+    assert "the folder" in captured.err.splitlines()[-1]
+    assert "verdict: faster" in captured.out
+    # What can be known is bad input, and nothing is measured.
+    (tmp_path / "file").touch()
+    assert cli.main([*flags, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err

@@ -21,6 +21,10 @@ from kdecode.bench.verdicts import Pairs
 # they find nothing of an earlier one; or the server drops its prefixes before a pass; or neither.
 CacheState = Literal["salt", "reset", "as is"]
 
+# Servers that the comparison starts: both for all of it; both anew for each block; one at a time,
+# anew whenever the other arm's turn begins, so that one set of devices is enough.
+Restart = Literal["never", "block", "arm"]
+
 
 @dataclass(frozen=True)
 class Design:
@@ -36,6 +40,7 @@ class Design:
     has_null: bool = True
     order: Literal["abba", "random"] = "abba"
     cache: CacheState = "salt"
+    restart: Restart = "never"
     warmup_passes: tuple[int, int] = (3, 10)
     warmup_tolerance: float = 0.05
     warmup_requests: int = 4

@@ -165,6 +165,11 @@ def _order_lines(design: Design) -> Iterator[str]:
     orders = block_orders(design)
     names = ["".join("ab"[arm] for arm in order) for order in orders]
     shown = ", ".join(names[:_ORDERS_SHOWN]) + (", ..." if len(names) > _ORDERS_SHOWN else "")
+    if design.restart == "block":
+        yield "both servers are started anew, and warmed up, for each block"
+    elif design.restart == "arm":
+        yield "one server runs at a time; it is started anew, and warmed up, whenever its arm's"
+        yield "  passes begin: each time that a letter of the order differs from the one before"
     yield f"order of the passes, block by block: {shown} ({design.order}, seed {design.seed})"
 
 

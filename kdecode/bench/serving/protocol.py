@@ -8,8 +8,6 @@ reference of the outputs; a ratio above 1 means that the second is faster.
 
 from __future__ import annotations
 
-import dataclasses
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +15,8 @@ from kdecode.bench.compare import Progress, Warmup
 from kdecode.bench.serving import gate
 from kdecode.bench.serving.client import Client
 from kdecode.bench.serving.design import Design, MeasuredPass, Outputs, pairs_of
-from kdecode.bench.serving.facts import ServerFacts, read_facts
+from kdecode.bench.serving.facts import ServerFacts
+from kdecode.bench.serving.hosting import Hosts, Standing
 from kdecode.bench.serving.runner import Runner
 from kdecode.bench.serving.summary import ServedSummary
 from kdecode.bench.statistics import RatioEstimate
@@ -80,21 +79,20 @@ async def compare_servers(
     workload: Workload,
     design: Design,
     progress: Progress = lambda phase, detail: None,
+    hosts: Hosts | None = None,
 ) -> ServedComparison:
-    """Measures both servers. Raises HttpError when one of them cannot be asked at all."""
-    clients = (client_a, client_b)
-    facts = (await read_facts(client_a), await read_facts(client_b))
-    clients = (
-        dataclasses.replace(client_a, model=facts[0].model),
-        dataclasses.replace(client_b, model=facts[1].model),
-    )
+    """Measures both servers. hosts: None where they run already.
+
+    Raises HttpError when one of them cannot be asked at all, LaunchError when one does not start.
+    """
+    hosts = hosts or Standing()
     names = (client_a.name, client_b.name)
-    runner = Runner(workload, design, progress, uuid.uuid4().hex[:12])
+    runner = Runner(workload, design, progress, hosts)
+    clients, facts, warmups = await runner.begin((client_a, client_b))
     problems = [*gate.configuration_problems(names, facts)]
     if workload.reply_mode == "live":
         problems.append("Live replies make other prompts in each arm, which are no pairs.")
     null = None
-    warmups = (await runner.warm_up(clients[0]), await runner.warm_up(clients[1]))
     if design.has_null:
         null = await runner.null(clients[0])
         if null is not None and (problem := gate.null_problem(names[0], null)):

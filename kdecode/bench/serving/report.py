@@ -29,6 +29,11 @@ from kdecode.bench.wording import counted
 
 # What only an engine inside of this process tells.
 _IN_PROCESS = ("prefill", "prefill_tps", "output_tps")
+_RESTARTS = {
+    "never": "",
+    "block": "; both servers started anew for each block",
+    "arm": "; one server at a time, started anew for each turn of its arm",
+}
 SYNTHETIC_BANNER = (
     "SYNTHETIC ACCEPTANCE: drafts were accepted at stated rates, whatever they were. Times of "
     "steps mean something; the speed is no user's, the texts are no answers, and there are no "
@@ -189,7 +194,7 @@ def header_lines(comparison: ServedComparison, machine: Machine) -> list[str]:
         f"{counted(len(workload.sessions()), 'session')}, {workload.reply_mode} replies, digest "
         f"{workload.digest}",
         f"design: {design.load}, {design.blocks} {design.order} blocks of 4 passes, greedy, seed "
-        f"{design.seed}, caches: {design.cache}",
+        f"{design.seed}, caches: {design.cache}{_RESTARTS[design.restart]}",
         f"warm-up (discarded): {warmups}",
         _null_line(comparison),
     ]
@@ -248,7 +253,7 @@ def output_lines(comparison: ServedComparison) -> list[str]:
     lines = [
         f"outputs: identical greedy replies to {agreement.identical_prompts} of "
         f"{counted(len(agreement.prompts), 'request')}, {agreement.near_ties} parted at a near-tie "
-        f"(margin up to {outputs.near_tie:g} in ln p), {agreement.real} for real",
+        f"(margin up to {outputs.near_tie:.3g} in ln p), {agreement.real} for real",
     ]
     for name, same, of in zip(comparison.arm_names, judged.identical, judged.compared, strict=True):
         lines.append(f"timed replies of {name} like its own reply alone: {same} of {of}")

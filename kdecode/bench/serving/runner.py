@@ -7,6 +7,7 @@ with. What is made of it is `protocol`'s.
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,17 @@ from kdecode.bench.compare import Progress, Warmup
 from kdecode.bench.serving.client import Client
 from kdecode.bench.serving.counters import Key, add_up, growth
 from kdecode.bench.serving.design import Design, MeasuredPass, Outputs, block_orders, pairs_of
-from kdecode.bench.serving.facts import read_metrics
+from kdecode.bench.serving.facts import ServerFacts, read_facts, read_metrics
 from kdecode.bench.serving.forced import calibrate, force
+from kdecode.bench.serving.gate import facts_differences
+from kdecode.bench.serving.hosting import Hosts
 from kdecode.bench.serving.http import HttpError, exchange
 from kdecode.bench.serving.load import Load, run_pass
 from kdecode.bench.serving.outputs import judge
 from kdecode.bench.serving.reply import Reply
 from kdecode.bench.serving.summary import ServedSummary, summarize_passes
 from kdecode.bench.statistics import RatioEstimate
-from kdecode.bench.verdicts import ratios
+from kdecode.bench.verdicts import COMPARED_SETTING, ratios
 from kdecode.bench.workloads.types import Request, Workload
 
 
@@ -30,14 +33,45 @@ class Runner:
     """Runs passes of one comparison."""
 
     def __init__(
-        self, workload: Workload, design: Design, progress: Progress, comparison_id: str
+        self, workload: Workload, design: Design, progress: Progress, hosts: Hosts
     ) -> None:
-        self.comparison_id = comparison_id
+        self.comparison_id = uuid.uuid4().hex[:12]
         self._workload = workload
         self._design = design
         self._progress = progress
+        self._hosts = hosts
+        # What each server resolved when it was first asked.
+        self._facts: list[ServerFacts] = []
         # Requests in flight while the load is complete; of an open loop, no number is known.
         self._concurrency = min(design.load.concurrency or 1, len(workload.sessions()))
+
+    async def begin(
+        self, clients: tuple[Client, Client]
+    ) -> tuple[tuple[Client, Client], tuple[ServerFacts, ServerFacts], tuple[Warmup, Warmup]]:
+        """Both servers' facts, clients that name their models, and the first warm-up of each."""
+        named, warmups = [], []
+        for arm, client in enumerate(clients):
+            await self._hosts.turn(arm, arm)
+            self._facts.append(await read_facts(client))
+            named.append(dataclasses.replace(client, model=self._facts[arm].model))
+            warmups.append(await self.warm_up(named[arm]))
+        return (named[0], named[1]), (self._facts[0], self._facts[1]), (warmups[0], warmups[1])
+
+    async def _turn(
+        self, clients: tuple[Client, Client], server: int, role: int, *, begins_block: bool = False
+    ) -> None:
+        """Makes sure that the server runs, and runs as it did; one that is new is warmed up."""
+        for number in await self._hosts.turn(server, role, begins_block=begins_block):
+            client = clients[number]
+            now, before = await read_facts(client), self._facts[number]
+            changed = facts_differences(before, now)
+            if changed or now.config.get(COMPARED_SETTING) != before.config.get(COMPARED_SETTING):
+                told = ", ".join(f"{d.setting}: {d.values[0]!r} | {d.values[1]!r}" for d in changed)
+                raise HttpError(
+                    f"{client.name} was started anew and resolved another configuration: "
+                    f"{told or COMPARED_SETTING}."
+                )
+            await self.warm_up(client)
 
     async def warm_up(self, client: Client) -> Warmup:
         """Passes of other contents and the same shapes, until their time per token is stable."""
@@ -66,16 +100,19 @@ class Runner:
 
     async def null(self, client: Client) -> RatioEstimate | None:
         """The server against itself, by the same design; None where no ratio is defined."""
-        passes, _ = await self.blocks((client, client), "null block")
+        passes, _ = await self.blocks((client, client), "null block", servers=(0, 0))
         try:
             return ratios(pairs_of(passes), self._design.seed)["tpot"]
         except ValueError:
             return None
 
     async def blocks(
-        self, clients: tuple[Client, Client], what: str
+        self, clients: tuple[Client, Client], what: str, servers: tuple[int, int] = (0, 1)
     ) -> tuple[list[MeasuredPass], list[tuple[int, dict[Key, float]]]]:
-        """All passes in their order, and by how much each arm's counters grew in each."""
+        """All passes in their order, and by how much each arm's counters grew in each.
+
+        servers: which of them plays each arm.
+        """
         design = self._design
         passes, growths = [], []
         for block, order in enumerate(block_orders(design)):
@@ -83,6 +120,8 @@ class Runner:
             for place, arm in enumerate(order):
                 self._progress(f"{what} {block + 1} of {design.blocks}", f"pass {place + 1} of 4")
                 client = clients[arm]
+                begins = place == 0
+                await self._turn(clients, servers[arm], arm, begins_block=begins)
                 await self._prepare(client)
                 before = await read_metrics(client)
                 # With the arm: both may be one server.
@@ -107,24 +146,11 @@ class Runner:
         self, clients: tuple[Client, Client], passes: Sequence[MeasuredPass]
     ) -> tuple[Outputs | None, str | None]:
         """Greedy replies one at a time, with logprobs where the server gives them."""
-        replies: tuple[list[Reply], list[Reply]] = ([], [])
-        for number, request in enumerate(self._workload.requests):
-            detail = f"request {number + 1} of {len(self._workload.requests)}"
-            self._progress("agreement", detail)
-            for arm, client in enumerate(clients):
-                salt = self._salt("agreement", number, arm)
-                record = await client.send(request, salt=salt, has_logprobs=True)
-                if record.reply is None:
-                    record = await client.send(request, salt=salt)
-                if record.reply is None:
-                    return None, f"{client.name}: no reply to compare: {record.error}"
-                replies[arm].append(record.reply)
-        # A turn that finds its session in the caches may be computed in other chunks than alone.
-        has_turns = len(self._workload.sessions()) < len(self._workload.requests)
-        is_sequential = self._design.load.concurrency == 1 and not has_turns
-        timed = (self._texts(passes, 0), self._texts(passes, 1))
-        pairs = list(zip(self._workload.requests, replies[0], strict=True))
-        self._progress("agreement", "the prompt's path")
+        await self._turn(clients, 0, 0)
+        first, problem = await self._replies(clients[0], 0)
+        if first is None:
+            return None, problem
+        pairs = list(zip(self._workload.requests, first, strict=True))
         calibration = await calibrate(clients[0], pairs, self._salt("score", 0))
         near_tie = self._design.near_tie
         if near_tie is None:
@@ -134,9 +160,32 @@ class Runner:
                     "near-tie cannot be calibrated; name one in ln p."
                 )
             near_tie = calibration.near_tie
+        await self._turn(clients, 1, 1)
+        second, problem = await self._replies(clients[1], 1)
+        if second is None:
+            return None, problem
         forced = await force(clients[1], pairs, near_tie, self._salt("score", 1))
-        judged = judge(*replies, timed, near_tie=near_tie, is_sequential=is_sequential)
+        # A turn that finds its session in the caches may be computed in other chunks than alone.
+        has_turns = len(self._workload.sessions()) < len(self._workload.requests)
+        is_sequential = self._design.load.concurrency == 1 and not has_turns
+        timed = (self._texts(passes, 0), self._texts(passes, 1))
+        judged = judge(first, second, timed, near_tie=near_tie, is_sequential=is_sequential)
         return Outputs(judged, near_tie, calibration, forced), None
+
+    async def _replies(self, client: Client, arm: int) -> tuple[list[Reply] | None, str | None]:
+        """To every request, alone; or why there is none to one of them."""
+        replies = []
+        for number, request in enumerate(self._workload.requests):
+            detail = f"request {number + 1} of {len(self._workload.requests)}"
+            self._progress(f"agreement {client.name}", detail)
+            salt = self._salt("agreement", number, arm)
+            record = await client.send(request, salt=salt, has_logprobs=True)
+            if record.reply is None:
+                record = await client.send(request, salt=salt)
+            if record.reply is None:
+                return None, f"{client.name}: no reply to compare: {record.error}"
+            replies.append(record.reply)
+        return replies, None
 
     def _texts(self, passes: Sequence[MeasuredPass], arm: int) -> list[list[str]]:
         texts: dict[str, list[str]] = {request.id: [] for request in self._workload.requests}
