@@ -52,8 +52,14 @@ def own_servers(args: argparse.Namespace, longest_request: int) -> tuple[Launch,
         "--max-num-seqs": args.concurrency or 1,
         "--max-model-len": context_tokens(longest_request),
         "--speculative-config": _speculative(args),
-        "--tensor-parallel-size": args.num_ranks if args.num_ranks > 1 else None,
     }
+    if args.num_ranks > 1:
+        flags |= {
+            "--tensor-parallel-size": args.num_ranks,
+            "--decode-context-parallel-size": args.num_context_ranks,
+            "--dcp-kv-cache-interleave-size": args.context_interleave,
+            "--rank-timeout-seconds": args.rank_timeout_seconds,
+        }
     given = [text for flag, v in flags.items() if v is not None for text in (flag, str(v))]
     launches = []
     ports = free_ports(len(ARMS))
