@@ -32,6 +32,9 @@ from kdecode.commands import compare_servers
 # Replies with the grades that lm-eval's own code gave them.
 LM_EVAL = json.loads((Path(__file__).parent / "lm_eval_aime_grades.json").read_text())["rows"]
 
+# Replies with the grades that the code of simple-evals gave them, and one of its prompts.
+SIMPLE_EVALS = json.loads((Path(__file__).parent / "simple_evals_gpqa_grades.json").read_text())
+
 
 def test_aime_is_graded_as_lm_eval_grades_it() -> None:
     assert len(LM_EVAL) > 300
@@ -40,19 +43,27 @@ def test_aime_is_graded_as_lm_eval_grades_it() -> None:
         assert scorers.aime(reply, answer) == grade, reply
 
 
-@pytest.mark.parametrize(
-    ("reply", "grade"),
-    [
-        ("Answer: B", 1),
-        ("so\nanswer :  $b$", 1),
-        ("Answer: A\nAnswer: B", 0),
-        ("The answer is B", 0),
-        ("Answer: E", 0),
-        ("", 0),
-    ],
-)
-def test_letters_as_simple_evals_finds_them(reply: str, grade: int) -> None:
-    assert scorers.multiple_choice(reply, "B") == grade
+def test_letters_are_graded_as_simple_evals_grades_them() -> None:
+    rows = SIMPLE_EVALS["rows"]
+    assert len(rows) > 700
+    assert 50 < sum(grade for _, _, grade in rows) < len(rows) / 2
+    for reply, answer, grade in rows:
+        assert scorers.multiple_choice(reply, answer) == grade, reply
+    # Not the last one counts, but the first; and a small letter is none.
+    assert scorers.multiple_choice("Answer: A\nAnswer: B", "B") == 0
+    assert scorers.multiple_choice("Answer: b", "B") == 0
+
+
+def test_questions_are_asked_as_simple_evals_asks_them(tmp_path: Path) -> None:
+    row = {**GPQA, "Question": "q0", "Incorrect Answer 3": "w3"}
+    (item,) = load_task(f"gpqa-diamond={write(tmp_path / 'gpqa.csv', [row])}", 0).items
+    theirs, ours = (
+        text.split("\n") for text in (SIMPLE_EVALS["prompt"], item.messages[0]["content"])
+    )
+    # The choices have another order there; all else is the same.
+    assert ours[:-4] == theirs[:-4]
+    assert [line[:3] for line in ours[-4:]] == ["A) ", "B) ", "C) ", "D) "]
+    assert sorted(line[3:] for line in ours[-4:]) == sorted(line[3:] for line in theirs[-4:])
 
 
 def test_mrcr_needs_the_prefix_and_counts_likeness() -> None:

@@ -19,9 +19,9 @@ def aime(reply: str, answer: str) -> float:
 
 
 def multiple_choice(reply: str, answer: str) -> float:
-    """1 where the first `Answer: X` of the reply names the right letter."""
+    """1 where the first `Answer: X` of the reply names the right letter, which is a capital."""
     found = _LETTER.search(reply)
-    return float(found is not None and found[1].upper() == answer)
+    return float(found is not None and found[1] == answer)
 
 
 def mrcr(reply: str, answer: str, prefix: str) -> float:
