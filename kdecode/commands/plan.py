@@ -164,6 +164,8 @@ def _document(plan: DecodePlan, args: argparse.Namespace, cache_dtype: str) -> d
     from kdecode.decode.traffic import stage_state_bytes
 
     item, context, each = item_bytes(cache_dtype), args.context_tokens, 1 + (args.drafts or 0)
+    # Where ranks share the positions, one rank reads its own.
+    here = -(-context // args.num_context_ranks)
     return {
         "backend": plan.backend,
         "rows": args.rows * each,
@@ -171,7 +173,7 @@ def _document(plan: DecodePlan, args: argparse.Namespace, cache_dtype: str) -> d
         "steps": [_step(step) for step in plan.steps],
         "weight_bytes": sum(step.weight_bytes or 0 for step in plan.steps),
         "state_bytes_per_row": sum(
-            stage_state_bytes(plan.config, layer, stage, context, item)
+            stage_state_bytes(plan.config, layer, stage, here, item)
             for step in plan.steps
             for layer, stage in step.stages
         ),

@@ -88,6 +88,32 @@ def test_plan_of_a_rank_is_the_committed_one(
     _check_snapshot(request, text, PLANS / f"{model}.ranks-{RANKS}.{backend}.txt")
 
 
+@pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
+def test_plan_of_a_rank_that_shares_positions_exchanges_more(backend: DecodeBackend) -> None:
+    """In the attention of MLA layers; nothing else of the plan differs."""
+    config = ModelConfig.from_checkpoint(CONFIGS["kimi-k3"])
+    settings = {"tensor_parallel_size": 8, "page_tokens": 32}
+    apart = describe_plan(config, _engine(backend, **settings), 1)[0]
+    shared = _engine(backend, **settings, decode_context_parallel_size=8)
+    plan = describe_plan(config, shared, 1)[0]
+    for ours, theirs in zip(plan.steps, apart.steps, strict=True):
+        found = [[(v.kind, v.value, v.row_bytes) for v in values] for values in ours.exchanges]
+        if "mla_attend" in ours.covers:
+            assert theirs.exchanges == ()
+            # 96 heads, of which 12 are this rank's, of 512 + 64 numbers.
+            stats = ("swap", "mla_stats", 96 * 4 * (1 if backend == "auto" else 2))
+            assert found == [
+                [("gather", "mla_query", 12 * 576 * 2)],
+                [("swap", "mla_sums", 96 * 512 * 4), stats],
+            ]
+        else:
+            assert ours.exchanges == theirs.exchanges
+    if backend == "latency_specialized":
+        buffers = {spec.name: spec.shape for spec in plan.buffer_specs}
+        # 1024 positions, on pages of 32 for each of 8 ranks.
+        assert buffers["row_pages"] == (1, 4)
+
+
 def test_a_draft_of_auto_and_one_of_grouped_attention_have_no_plan() -> None:
     target = ModelConfig.from_checkpoint(CONFIGS["mini"])
     draft = DraftConfig.from_checkpoint(draft_document("inferact", target))
