@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from mock_server import CONFIG, MockServer
@@ -237,10 +238,33 @@ def test_llm_d_has_no_borrowed_names(faster: ServedComparison) -> None:
         "distribution": "fixed",
         "value": 40,
     }
-    assert found["scenario"]["stack"][0]["standardized"]["accelerator"]["count"] == 8
+    # An engine of this schema has to tell how it shares its devices out; this server does not.
+    assert found["scenario"]["stack"][0]["standardized"]["kind"] == "generic"
     ours = [path for path, _ in leaves(found) if "acceptance" in path or "coverage" in path]
     assert ours
     assert all(".native." in path for path in ours)
+
+
+LLM_D_SCHEMA = json.loads((Path(__file__).parent / "llm_d_report_schema.json").read_text())
+
+
+@pytest.mark.parametrize("parallel", [None, 4])
+def test_llm_d_reads_its_report(tmp_path: Path, parallel: int | None) -> None:
+    """By its own schema, which forbids what it does not name."""
+    told = {} if parallel is None else {"tensor_parallel_size": parallel}
+    lossy = measured(tmp_path, fail_every=5, config={**CONFIG, **told})
+    for arm in (0, 1):
+        document = json.loads(json.dumps(llm_d_report(lossy, arm, MACHINE)))
+        jsonschema.validate(document, LLM_D_SCHEMA)
+    (component,) = document["scenario"]["stack"]
+    if parallel is None:
+        assert component["standardized"]["kind"] == "generic"
+    else:
+        devices = component["standardized"]["accelerator"]
+        assert (devices["count"], devices["parallelism"]) == (8, {"tp": 4})
+    document["results"]["request_performance"]["aggregate"]["speed"] = {}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, LLM_D_SCHEMA)
 
 
 def test_failed_requests_are_in_every_form(tmp_path: Path) -> None:

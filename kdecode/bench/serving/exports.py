@@ -7,7 +7,7 @@ not defined is left out, and never 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ import numpy as np
 from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import MIN_VALUES_P99, RequestMetrics
 from kdecode.bench.serving.client import ServedRecord
+from kdecode.bench.serving.facts import ServerFacts
 from kdecode.bench.serving.protocol import ServedComparison
 from kdecode.bench.serving.stored import counts_of
 from kdecode.bench.tables import plain
 
-LLM_D_VERSION = "0.2"
+LLM_D_VERSION = "0.2.1"
 _QUANTILES = {"p1": 1, "p5": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95}
 
 
@@ -91,19 +92,13 @@ def aiperf_records(comparison: ServedComparison, arm: int) -> Iterator[dict[str,
 
 
 def llm_d_report(comparison: ServedComparison, arm: int, machine: Machine) -> dict[str, Any]:
-    """llm-d's benchmark report, schema 0.2. Speculation, coverage and decode-only rates have no
+    """llm-d's benchmark report, schema 0.2.1. Speculation, coverage and decode-only rates have no
     place in it, and are in the load's native part."""
     facts, summary = comparison.facts[arm], comparison.summaries[arm]
     metrics = [m for record in _records(comparison, arm) if (m := record.metrics()) is not None]
     prompts = [r.reply.prompt_tokens for r in _records(comparison, arm) if r.reply is not None]
     known = [float(length) for length in prompts if length is not None]
     load, workload = comparison.design.load, comparison.workload
-    hardware = facts.config.get("hardware.name")
-    standardized: dict[str, Any] = {"tool": facts.kind, "tool_version": _version(facts.config)}
-    standardized |= {"role": "aggregate", "model": {"name": facts.model}}
-    if facts.accelerators is not None and hardware is not None:
-        # Which parallelism the devices serve is the native part's.
-        standardized["accelerator"] = {"model": hardware, "count": facts.accelerators}
     return {
         "version": LLM_D_VERSION,
         "run": {
@@ -115,11 +110,10 @@ def llm_d_report(comparison: ServedComparison, arm: int, machine: Machine) -> di
             "stack": [
                 {
                     "metadata": {
-                        "kind": "inference_engine",
                         "label": comparison.arm_names[arm],
                         "cfg_id": str(facts.recorded.get("digest") or comparison.urls[arm]),
                     },
-                    "standardized": standardized,
+                    "standardized": _component(facts),
                     "native": {"config": plain(facts.config)},
                 }
             ],
@@ -149,7 +143,7 @@ def llm_d_report(comparison: ServedComparison, arm: int, machine: Machine) -> di
                     "latency": _latencies(metrics),
                     "throughput": {
                         "output_token_rate": _mean(summary.output_tps, "tokens/s"),
-                        "requests_rate": _mean(
+                        "request_rate": _mean(
                             summary.completed / _seconds(comparison, arm), "queries/s"
                         ),
                     },
@@ -157,6 +151,38 @@ def llm_d_report(comparison: ServedComparison, arm: int, machine: Machine) -> di
             }
         },
     }
+
+
+def _component(facts: ServerFacts) -> dict[str, Any]:
+    """An engine needs its devices and what they share out; of others, the tool alone is told."""
+    named = {"tool": facts.kind, "tool_version": _version(facts.config)}
+    hardware, parallelism = facts.config.get("hardware.name"), _parallelism(facts.config)
+    if facts.accelerators is None or hardware is None or parallelism is None:
+        return {"kind": "generic", **named, "model": {"name": facts.model}}
+    return {
+        "kind": "inference_engine",
+        **named,
+        # Prefill and decode in one.
+        "role": "replica",
+        "replicas": 1,
+        "model": {"name": facts.model},
+        "accelerator": {
+            "model": hardware,
+            "count": facts.accelerators,
+            "parallelism": parallelism,
+        },
+    }
+
+
+def _parallelism(config: Mapping[str, Any]) -> dict[str, int] | None:
+    """Tensor, pipeline and data parallelism; None where the server does not tell the first."""
+    found = {}
+    for short, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        ours, vllms = f"{name}_parallel_size", f"parallel_config.{name}_parallel_size"
+        size = config.get(ours, config.get(vllms))
+        if isinstance(size, int):
+            found[short] = size
+    return found if "tp" in found else None
 
 
 def _native(comparison: ServedComparison, arm: int) -> dict[str, Any]:
