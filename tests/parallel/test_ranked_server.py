@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from server_process import running
+from two_hosts import on_two_hosts, require_namespaces
 
 LIMIT_S = 10.0
 FLAGS = ("-tp", "2", "--max-model-len", "128", "--max-num-seqs", "3", "--block-size", "16")
@@ -106,6 +107,24 @@ def test_torchrun_starts_the_ranks_of_a_command(mini_16_checkpoint: Path) -> Non
     # Rank 0 alone says what the model said.
     assert found.stdout == plain.stdout
     assert found.stdout.strip()
+
+
+@pytest.mark.slow
+def test_two_hosts_say_what_one_says(mini_16_checkpoint: Path) -> None:
+    require_namespaces()
+    arguments = ["generate", str(mini_16_checkpoint), "--prompt", "a", "--max-tokens", "4"]
+    arguments += ["--threads", "1", "-tp", "2"]
+    plain = subprocess.run(
+        [sys.executable, "-m", "kdecode", *arguments], capture_output=True, text=True, check=True
+    )
+    torchrun = ["--nproc-per-node", "1", "-m", "kdecode", *arguments]
+    found = subprocess.run(on_two_hosts(*torchrun), capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == plain.stdout
+    torchrun += ["--decode-backend", "latency_specialized"]
+    refused = subprocess.run(on_two_hosts(*torchrun), capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "memory that all ranks share; the 2 ranks are on 2 hosts" in refused.stderr
 
 
 def _children(parent: int) -> list[int]:

@@ -13,32 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from two_hosts import on_two_hosts, require_namespaces
 
 from kdecode.config import ConfigError, TorchRun, torch_run
 
 SCRIPT = str(Path(__file__).with_name("leader_process.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT_S = 120.0
-
-# Two network namespaces with a wire between them. Commands of both hosts are in $1 and $2, and this
-# script lives as long as the shorter of them.
-TWO_HOSTS = """
-set -e
-ip link set lo up
-unshare -n sleep 300 & other=$!
-trap 'kill $other' EXIT
-until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.1; done
-ip link add host0 type veth peer name host1 netns $other
-ip addr add 10.93.0.1/24 dev host0
-ip link set host0 up
-enter="nsenter --preserve-credentials --net=/proc/$other/ns/net"
-$enter ip link set lo up
-$enter ip addr add 10.93.0.2/24 dev host1
-$enter ip link set host1 up
-eval "$enter $2" & second=$!
-eval "$1"
-wait $second
-"""
 
 
 def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,29 +82,12 @@ def test_a_rank_of_torchrun_that_dies_or_stands_still_is_named(fault: str) -> No
 
 @pytest.mark.slow
 def test_two_hosts_exchange() -> None:
-    _require_namespaces()
-    each = (
-        f"{' '.join(TORCHRUN)} --nnodes 2 --nproc-per-node 2 --node-rank {{}} "
-        f"--master-addr 10.93.0.1 --master-port 29517 {SCRIPT} 4 5 sums"
-    )
-    command = ["unshare", "-rn", "bash", "-c", TWO_HOSTS, "-", each.format(0), each.format(1)]
+    require_namespaces()
+    command = on_two_hosts("--nproc-per-node", "2", SCRIPT, "4", "5", "sums")
     with _running(command) as run:
         told, text = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, text
     assert "the sums are right on 2 hosts" in told
-
-
-def _require_namespaces() -> None:
-    probe = subprocess.run(
-        ["unshare", "-rn", "bash", "-c", TWO_HOSTS, "-", "true", "true"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert probe.returncode == 0, (
-        "This machine does not let its user make two network namespaces and a wire between them, "
-        f"so that two hosts cannot be shown on it: {probe.stderr.strip()}"
-    )
 
 
 @contextmanager
