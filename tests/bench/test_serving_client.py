@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,33 @@ def test_one_token_a_chunk_needs_no_usage_per_chunk(tmp_path: Path) -> None:
     assert record.reply is not None
     assert record.reply.token_source == "usage at the end, one token a chunk"
     assert record.reply.chunk_tokens == (1,) * 5
+
+
+@pytest.mark.parametrize(
+    ("texts", "source", "chunk_tokens"),
+    [
+        (["a", "b", "c"], "usage at the end, one token a chunk", (1, 1, 1)),
+        # A token that is half a character waits for the next one.
+        (["a", "bc"], "usage at the end", None),
+    ],
+)
+def test_usage_beside_the_last_choice_is_usage_at_the_end(
+    texts: list[str], source: str, chunk_tokens: tuple[int, ...] | None
+) -> None:
+    """As llama.cpp's server sends it: all tokens in an event that has a choice and no text."""
+    usage = {"prompt_tokens": 3, "completion_tokens": 3}
+    documents: list[dict[str, Any]] = [
+        *({"choices": [{"index": 0, "text": text}]} for text in texts),
+        {"choices": [{"index": 0, "text": "", "finish_reason": "length"}], "usage": usage},
+    ]
+    reads = [
+        (place, b"data: " + json.dumps(document).encode() + b"\n\n")
+        for place, document in enumerate(documents)
+    ]
+    reply = read_stream([*reads, (9, b"data: [DONE]\n\n")])
+    assert (reply.token_source, reply.chunk_tokens) == (source, chunk_tokens)
+    assert reply.chunk_ns == tuple(range(len(texts)))
+    assert (reply.output_tokens, reply.finish_reason) == (3, "length")
 
 
 def test_a_server_without_usage_is_no_measurement(tmp_path: Path) -> None:

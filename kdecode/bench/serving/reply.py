@@ -108,6 +108,7 @@ class _Builder:
         self._outputs_valid = True
         # Times of events with text; (time, tokens so far) of events with usage and a choice.
         self._text_ns: list[int] = []
+        self._is_counted = True
         self._counts: list[tuple[int, int]] = []
 
     def add(self, stamp: int, document: Mapping[str, Any]) -> None:
@@ -123,6 +124,8 @@ class _Builder:
                 self._logprobs.append(choice["logprobs"])
             if self._add_texts(stamp, choice):
                 self._text_ns.append(stamp)
+                # Usage may come with the last choice alone, which then has all tokens and no text.
+                self._is_counted &= isinstance(usage, Mapping)
             if isinstance(usage, Mapping):
                 self._counts.append((stamp, int(usage.get("completion_tokens") or 0)))
 
@@ -172,7 +175,7 @@ class _Builder:
         )
 
     def _chunks(self, total: int) -> tuple[tuple[int, ...], tuple[int, ...] | None, TokenSource]:
-        if self._counts and self._counts[-1][1] == total:
+        if self._is_counted and self._counts and self._counts[-1][1] == total:
             grown: list[tuple[int, int]] = []
             before = 0
             for stamp, so_far in self._counts:
