@@ -21,6 +21,8 @@ from kdecode.parallel.ranks import RankError, Ranks
 
 # How long a wait lasts before it looks whether the group is still whole.
 _LOOK = timedelta(seconds=0.05)
+# What a rank hands out at most to add in one exchange: above it, bytes take longer than a hop.
+_FEW_BYTES = 1 << 20
 
 
 class Watch(Protocol):
@@ -65,31 +67,39 @@ class GlooExchange:
         self._patience_s = patience_s
 
     def reduce(self, part: Tensor) -> Tensor:
-        """Each rank adds and rounds one piece of all parts, and gives it to the others."""
+        """Of few numbers every rank is given all and adds them, which is one exchange; of many each
+        rank adds one piece and gives its sum to the others, which is two of fewer bytes."""
         if part.dtype != torch.float32:
             raise ValueError(f"A part of a sum is {part.dtype}; it must be float32.")
+        if part.nbytes * self._ranks.size <= _FEW_BYTES:
+            return _added(self._every(part)).view(part.shape)
         size, total = self._ranks.size, part.numel()
         piece = -(-total // size)
         # Pieces are equal, so that the last may reach beyond the end.
-        parts = torch.zeros(size, piece)
-        parts.view(-1)[:total] = part.reshape(-1)
-        mine = torch.empty_like(parts)
-        self._exchange("alltoall_base", mine, parts, [], [])
-        added = mine[0]
-        for rank in range(1, size):
-            added += mine[rank]
-        whole = torch.empty(size * piece, dtype=torch.bfloat16)
-        self._exchange("_allgather_base", whole, added.to(torch.bfloat16))
-        return whole[:total].view(part.shape)
+        pieces = torch.zeros(size, piece)
+        pieces.view(-1)[:total] = part.reshape(-1)
+        whole = self._every(_added(self.swap(pieces)))
+        return whole.view(-1)[:total].view(part.shape)
 
     def gather(self, part: Tensor) -> Tensor:
+        rows, columns = part.shape
+        every = self._every(part).view(self._ranks.size, rows, columns)
+        return every.transpose(0, 1).reshape(rows, self._ranks.size * columns)
+
+    def swap(self, parts: Tensor) -> Tensor:
         """Bytes are moved, whatever the numbers are."""
-        part = part.contiguous()
-        every = torch.empty(self._ranks.size, *part.shape, dtype=part.dtype)
-        self._exchange(
-            "_allgather_base", every.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
-        )
-        return every.transpose(0, 1).reshape(part.shape[0], every.shape[0] * part.shape[1])
+        parts = parts.contiguous()
+        mine = torch.empty_like(parts)
+        given, taken = (tensor.view(-1).view(torch.uint8) for tensor in (parts, mine))
+        self._exchange(taken, given)
+        return mine
+
+    def _every(self, part: Tensor) -> Tensor:
+        """[size, numbers]: of each rank its part, handed from each to each.
+
+        In one hop, where gloo's all-gather goes around the ranks one by one.
+        """
+        return self.swap(part.reshape(1, -1).expand(self._ranks.size, -1))
 
     def close(self) -> None:
         """Gives the connections back. Waits for what is under way."""
@@ -105,21 +115,14 @@ class GlooExchange:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None
 
-    def swap(self, parts: Tensor) -> Tensor:
-        """Bytes are moved, whatever the numbers are."""
-        parts = parts.contiguous()
-        mine = torch.empty_like(parts)
-        given = parts.view(torch.uint8), mine.view(torch.uint8)
-        self._exchange("alltoall_base", given[1], given[0], [], [])
-        return mine
-
-    def _exchange(self, name: str, *args: Any) -> None:
+    def _exchange(self, taken: Tensor, given: Tensor) -> None:
         """Raises RankError with the rank at fault where another rank does not take part."""
         self._watch.check()
         if self._group is None:
             raise RuntimeError("The group of this exchange is closed.")
         self.number += 1
-        work = getattr(self._group, name)(*args)
+        group: Any = self._group
+        work = group.alltoall_base(taken, given, [], [])
         try:
             self._wait(work)
         except RankError:
@@ -141,3 +144,11 @@ class GlooExchange:
             self._watch.check()
             if time.monotonic() - begin > self._patience_s:
                 raise RuntimeError(f"The others did not come within {self._patience_s:g} s.")
+
+
+def _added(parts: Tensor) -> Tensor:
+    """[numbers] bf16: the sum of [size, numbers] fp32 in the order of the ranks, rounded once."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(torch.bfloat16)

@@ -24,11 +24,16 @@ def follow(group: Group) -> None:
         carry_out(group, *operation)
 
 
-def carry_out(group: Group, name: str, *args: Any) -> None:
-    """Every rank calls it with the same operation."""
+def carry_out(group: Group, name: str, *args: Any) -> torch.Tensor | None:
+    """Every rank calls it with the same operation. Returns what was exchanged last."""
     if name == "reduce":
-        group.exchange.reduce(part_of(group.ranks.rank, *args))
-    elif name == "fault":
+        return group.exchange.reduce(part_of(group.ranks.rank, *args))
+    if name == "gather":
+        # Rows that do not lie behind one another.
+        return group.exchange.gather(columns_of(group.ranks.rank, *args).T.contiguous().T)
+    if name == "swap":
+        return group.exchange.swap(pieces_of(group.ranks.rank, group.ranks.size))
+    if name == "fault":
         rank, fault = args
         if group.ranks.rank == rank:
             commit(fault)
@@ -50,6 +55,7 @@ def carry_out(group: Group, name: str, *args: Any) -> None:
         group.exchange.reduce(part_of(group.ranks.rank, 1, 64))
     else:
         raise ValueError(f"There is no operation {name!r}.")
+    return None
 
 
 def _exchange_in_memory(group: Group, rank: int, fault: str) -> None:
@@ -78,6 +84,14 @@ def part_of(rank: int, rows: int, columns: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     part = torch.randn(rows, columns, generator=generator)
     return part * 10.0 ** torch.randint(-4, 5, (rows, columns), generator=generator)
+
+
+def columns_of(rank: int, dtype: torch.dtype, rows: int) -> torch.Tensor:
+    return (torch.arange(rows * 3).view(rows, 3) + 100 * rank).to(dtype)
+
+
+def pieces_of(rank: int, size: int) -> torch.Tensor:
+    return torch.arange(size * 6).view(size, 2, 3) + 100.0 * rank
 
 
 def fail_while_building(group: Group) -> None:

@@ -22,8 +22,8 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     group.close()
 
 
-# Sizes that divide among the ranks, and such that do not; fewer numbers than ranks.
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7168), (3, 5), (8, 1024)])
+# Sums in one exchange and in two; sizes that divide among the ranks, and such that do not.
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (16, 7168), (128, 7168), (99, 7001), (0, 8)])
 def test_sums_are_added_in_the_order_of_the_ranks(group: Group, shape: tuple[int, int]) -> None:
     group.send(("reduce", *shape))
     found = group.exchange.reduce(rank_follow.part_of(0, *shape))
@@ -33,6 +33,29 @@ def test_sums_are_added_in_the_order_of_the_ranks(group: Group, shape: tuple[int
         expected = expected + part
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_columns_are_gathered_in_the_order_of_the_ranks(
+    group: Group, dtype: torch.dtype, rows: int
+) -> None:
+    group.send(("gather", dtype, rows))
+    found = rank_follow.carry_out(group, "gather", dtype, rows)
+    columns = [rank_follow.columns_of(rank, dtype, rows) for rank in range(group.ranks.size)]
+    assert torch.equal(found, torch.cat(columns, 1))
+
+
+def test_ranks_give_each_other_what_they_have_for_them(group: Group) -> None:
+    group.send(("swap",))
+    found = rank_follow.carry_out(group, "swap")
+    given = [rank_follow.pieces_of(rank, group.ranks.size) for rank in range(group.ranks.size)]
+    assert torch.equal(found, torch.stack([pieces[0] for pieces in given]))
+
+
+def test_only_fp32_is_added(group: Group) -> None:
+    with pytest.raises(ValueError, match=r"is torch\.bfloat16; it must be float32"):
+        group.exchange.reduce(torch.zeros(1, 4, dtype=torch.bfloat16))
 
 
 def test_a_group_has_nothing_that_could_be_left(group: Group) -> None:
