@@ -9,6 +9,10 @@
 Long chunks expand keys and values instead (k = [W_UK c | k_pe], v = W_UV c, rounded), which is the
 same attention with fewer operations; `mla_query` and `mla_latent` do not exist then, so this op
 writes neither. Rows behind a request's length are never read.
+
+Of ranks that share the positions of a context (``Problem.context``) each keeps some of the cache
+rows and has some of the heads. A few queries go to where the rows are and latents come back in
+parts (`other_ranks.py`, `partial.py`); to a long chunk all rows come. The maths is the same.
 """
 
 from __future__ import annotations
