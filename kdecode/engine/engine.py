@@ -131,11 +131,15 @@ class LLM:
             num_drafts=0 if speculative is None else speculative.num_speculative_tokens,
             state_interval_tokens=interval_of(self.engine_config),
         )
-        caches = self._worker.caches
-        self._prefix = make_prefix_cache(
-            self._worker.packed.config, self._worker.engine, caches, self._worker.cache_identity()
-        )
-        self._loop = StepLoop(Scheduler(caches, limits, self._prefix), self._worker)
+        worker, caches = self._worker, self._worker.caches
+        try:
+            self._prefix = make_prefix_cache(
+                worker.packed.config, worker.engine, caches, worker.cache_identity()
+            )
+        except BaseException:
+            worker.close()
+            raise
+        self._loop = StepLoop(Scheduler(caches, limits, self._prefix), worker)
         self._events: dict[int, deque[Event]] = {}
         self._num_requests = 0
 
