@@ -22,7 +22,7 @@ from kdecode.parallel.ranks import RankError, Ranks
 # How long a wait lasts before it looks whether the group is still whole.
 _LOOK = timedelta(seconds=0.05)
 # What a rank hands out at most to add in one exchange: above it, bytes take longer than a hop.
-_FEW_BYTES = 1 << 20
+_FEW_BYTES = 2 << 20
 
 
 class Watch(Protocol):
