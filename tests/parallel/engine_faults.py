@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,20 @@ from kdecode.parallel.group import Group
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: "kill", "stop" or "diverge". phase: of the step, "prefill", "decode" or "verify"."""
+    """kind: "kill", "stop" or "diverge". phase: of the step, "prefill", "decode" or "verify".
+
+    stamp: a file for the time at which it happened; none if empty.
+    """
 
     rank: int
     kind: str
     phase: str
+    stamp: str = ""
+
+    def happens(self) -> None:
+        """The clock is the same in every process of a machine."""
+        if self.stamp:
+            Path(self.stamp).write_text(str(time.monotonic()))
 
 
 def follow_until(fault: Fault, group: Group, directory: Path, engine: EngineConfig) -> None:
@@ -47,9 +57,11 @@ def arm(fault: Fault) -> None:
     def faulty_launch(self: StepRunner, plan: Any) -> None:
         if is_due and fault.kind != "diverge":
             plan.run_range(0, len(plan.steps) // 2)
+            fault.happens()
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         launch(self, plan)
         if is_due and fault.kind == "diverge":
+            fault.happens()
             plan.buffers["prefix"] += 1
 
     StepRunner._run, StepRunner._launch = faulty_run, faulty_launch  # type: ignore[method-assign]

@@ -1,5 +1,8 @@
-"""An engine of several ranks as a program whose rank 0 has a fault: checkpoint, backend, size, kind
-and phase. Prints the processes of the others, then how the requests ended."""
+"""An engine of several ranks as a program whose rank 0 has a fault.
+
+Arguments: checkpoint, backend, size, kind, phase and stamp. Prints the processes of the others,
+then how the requests ended.
+"""
 
 from __future__ import annotations
 
@@ -22,4 +25,4 @@ def main(checkpoint: Path, backend: str, size: int, fault: Fault) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Fault(0, sys.argv[4], sys.argv[5]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Fault(0, *sys.argv[4:7]))
