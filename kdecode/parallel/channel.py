@@ -70,7 +70,7 @@ class Sender:
             _send_whole(follower, data, self._check)
 
     def close(self) -> None:
-        """Followers that have carried out everything see the end; later ones cannot be sent."""
+        """Followers see the end behind the last operation."""
         for follower in self._followers.values():
             follower.close()
         self._followers.clear()

@@ -92,18 +92,9 @@ class Group:
 
     # Every rank.
 
-    @property
-    def failure(self) -> RankError | None:
-        """What broke the group; None while it is whole."""
-        return self._monitor.failure
-
     def check(self) -> None:
         """Raises RankError where the group is broken: a rank died, failed or stands still."""
         self._monitor.check()
-
-    def on_failure(self, callback: Callable[[RankError], None]) -> None:
-        """Calls it once when the group breaks, at once if it has; from a thread of the group."""
-        self._monitor.on_failure(callback)
 
     def report(self, error: BaseException) -> RankError:
         """This rank failed, which breaks the group. Returns what every rank is told."""
