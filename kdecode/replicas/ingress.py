@@ -16,6 +16,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kdecode.engine.async_engine import EngineStoppedError
 from kdecode.replicas import asgi
 from kdecode.replicas.exposition import merged
 from kdecode.replicas.prefixes import prefix_names
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 HEALTH_PATHS = frozenset(("/health", "/ping"))
 # In which replicas have to answer what all of them are asked.
 ASK_SECONDS = 5.0
+# The code of requests that a replica did not take, because its engine had broken before. They go to
+# another one when that one has left.
+NOT_TAKEN = "engine_stopped"
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)
 # Bodies above this are read in a thread, so that nobody's stream waits for it.
 LARGE_BODY = 256 * 1024
 
@@ -77,6 +82,17 @@ class Front:
         body: bytes = (await receive())["body"]
         call = asgi.call_of(scope, body, await self._names(body, scope))
         answer = _Answer(send)
+        error = await self._attempt(call, answer)
+        for pause_s in PAUSES_S:
+            if error is None or error.code != NOT_TAKEN:
+                break
+            await asyncio.sleep(pause_s)
+            error = await self._attempt(call, answer)
+        if error is not None:
+            await answer.break_off(error, scope, receive)
+
+    async def _attempt(self, call: asgi.Call, answer: _Answer) -> ApiError | None:
+        """Sends what a replica answers; returns why that is not a whole answer."""
         messages = self._answers.remote(call)
         try:
             async for batch in messages:
@@ -86,12 +102,13 @@ class Front:
         except asyncio.CancelledError:
             # The client has gone, and nobody waits for an end of this; so does the replica's part.
             messages.cancel()
-            return
+            return None
+        except EngineStoppedError as raised:
+            error = ApiError(503, str(raised), NOT_TAKEN)
         except (RayError, RayServeException) as raised:
-            log.warning("a replica ended under a request to %s: %s", scope["path"], raised)
+            log.warning("a replica ended under a request to %s: %s", call.scope["path"], raised)
             error = ApiError(503, "The replica that served this request has ended.", "replica_lost")
-        if not answer.is_complete:
-            await answer.break_off(error, scope, receive)
+        return None if answer.is_complete else error
 
     async def _names(self, body: bytes, scope: Scope) -> tuple[str, ...]:
         arguments = (body, scope["headers"], self._first_bytes)

@@ -43,6 +43,8 @@ class Replica:
         self._app = create_app(self._engine, config)
 
     async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
+        """Raises EngineStoppedError for a request that was not begun."""
+        self._require_engine()
         async for batch in messages(self._app, call):
             yield batch
 
@@ -52,6 +54,9 @@ class Replica:
 
     async def check_health(self) -> None:
         """Called by Ray from time to time. Raises EngineStoppedError."""
+        self._require_engine()
+
+    def _require_engine(self) -> None:
         if not self._engine.is_running:
             raise EngineStoppedError("The engine of this replica runs no more.")
 

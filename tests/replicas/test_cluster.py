@@ -46,7 +46,11 @@ def url() -> Iterator[str]:
     """Ray's HTTP proxy on a free port. As little of Ray as there can be."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
-        num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False
+        "local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -71,7 +75,7 @@ class Breakable(Replica):
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def _deploy(checkpoint: Path, **options: Any) -> None:
+def _deploy(checkpoint: Path, num_ranks: int = 1, **options: Any) -> None:
     """The application with two replicas, anew each time: Ray takes it for another version."""
     flags, _ = app.parse(
         {
@@ -83,6 +87,8 @@ def _deploy(checkpoint: Path, **options: Any) -> None:
             "max_model_len": CONTEXT,
             "max_num_seqs": BATCH,
             "max_num_batched_tokens": INTERVAL,
+            "drain_seconds": 30,
+            "tensor_parallel_size": num_ranks,
         }
     )
     serve.run(app.application(flags, num_replicas=2, replica_class=Breakable, **options), name=APP)
@@ -114,16 +120,37 @@ def _num_running() -> int:
     return application.deployments["Replica"].replica_states.get("RUNNING", 0)
 
 
-def _replica_pids() -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def _processes() -> dict[int, tuple[int, str]]:
+    """Parents and titles of what runs."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            title = path.read_bytes()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(path.name)] = parent, (path / "cmdline").read_text(errors="replace")
         except OSError:
             continue
-        if f"ServeReplica:{APP}:Replica".encode() in title:
-            found.add(int(path.parent.name))
     return found
+
+
+def _replica_pids() -> set[int]:
+    title = f"ServeReplica:{APP}:Replica"
+    return {pid for pid, (_, found) in _processes().items() if title in found}
+
+
+def _rank_pids() -> set[int]:
+    """Ranks of replicas that are processes of their own."""
+    replicas = _replica_pids()
+    return {
+        pid
+        for pid, (parent, title) in _processes().items()
+        if parent in replicas and "spawn_main" in title
+    }
+
+
+def _requests(url: str) -> list[float]:
+    """How many requests are in the steps of each replica."""
+    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    return [float(x.split()[-1]) for x in lines if x.startswith("vllm:num_requests_running{")]
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
@@ -207,6 +234,10 @@ class _Load:
         now = time.monotonic()
         _wait_until(lambda: sum(o.is_whole and o.start_s > now for o in self.outcomes) >= number)
 
+    def served_since(self, moment_s: float) -> set[int]:
+        """Clients with a whole stream that began after this."""
+        return {o.seed for o in self.outcomes if o.is_whole and o.start_s > moment_s}
+
     def check(self, texts: dict[int, str]) -> list[Outcome]:
         """Every stream was whole and right, or its client was told; returns the latter."""
         failed = [outcome for outcome in self.outcomes if outcome.error is not None]
@@ -246,11 +277,6 @@ def test_clients_find_the_server_that_they_know(client: openai.OpenAI, url: str)
 
 def test_a_client_that_leaves_frees_its_place(client: openai.OpenAI, url: str) -> None:
 
-    def running() -> float:
-        text = httpx.get(f"{url}/metrics").text
-        lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
-        return sum(float(line.split()[-1]) for line in lines)
-
     stream = client.completions.create(
         model="mini",
         prompt=_prompt(1),
@@ -259,10 +285,10 @@ def test_a_client_that_leaves_frees_its_place(client: openai.OpenAI, url: str) -
         extra_body=ON,
     )
     next(iter(stream))
-    assert running() == 1
+    assert sum(_requests(url)) == 1
     stream.close()
     # Far less than the rest of the reply takes.
-    _wait_until(lambda: running() == 0, 1.0)
+    _wait_until(lambda: sum(_requests(url)) == 0, 1.0)
 
 
 def _hit_rate(client: openai.OpenAI, groups: int, rounds: int) -> float:
@@ -288,12 +314,13 @@ def _usage(client: openai.OpenAI, prompt: list[int]) -> Any:
     return client.completions.create(model="mini", prompt=prompt, max_tokens=2).usage
 
 
-def test_a_replica_that_is_killed_under_load(client: openai.OpenAI) -> None:
+def test_a_replica_that_is_killed_under_load(client: openai.OpenAI, url: str) -> None:
     seeds = range(2 * BATCH)
-    texts = _texts(client, seeds, 300)
+    texts = _texts(client, seeds, 900)
     before = _replica_pids()
-    with _Load(client, seeds, 300) as load:
+    with _Load(client, seeds, 900) as load:
         load.wait_for_whole_streams(len(seeds))
+        _wait_until(lambda: min(_requests(url)) >= 2)
         killed_s = time.monotonic()
         os.kill(min(before), signal.SIGKILL)
         # Traffic goes on at the other one, and then at both.
@@ -314,19 +341,47 @@ def test_a_replica_that_is_killed_under_load(client: openai.OpenAI) -> None:
     assert all("replica" in str(outcome.error) for outcome in failed), failed
 
 
-def test_an_engine_that_breaks_is_replaced(client: openai.OpenAI) -> None:
+def test_an_engine_that_breaks_is_replaced(client: openai.OpenAI, url: str) -> None:
     seeds = range(2 * BATCH)
-    texts = _texts(client, seeds, 300)
+    texts = _texts(client, seeds, 900)
     before = _replica_pids()
-    with _Load(client, seeds, 300) as load:
+    with _Load(client, seeds, 900) as load:
         load.wait_for_whole_streams(len(seeds))
+        _wait_until(lambda: min(_requests(url)) >= 2)
         serve.get_deployment_handle("Replica", APP).break_engine.remote().result()
         load.wait_for_whole_streams(len(seeds))
         _wait_until(lambda: len(_replica_pids() - before) == 1 and _num_running() == 2)
         load.wait_for_whole_streams(2 * len(seeds))
     failed = load.check(texts)
+    # Those that ran there. What came while it was broken went to the other one, but for what came
+    # at the moment when the process ended.
+    assert 1 <= len(failed) <= 2 * len(seeds)
     assert len(_replica_pids() & before) == 1
     assert any("broke" in str(outcome.error) for outcome in failed), failed
+
+
+def test_a_replica_that_hangs_is_replaced(client: openai.OpenAI) -> None:
+    seeds = range(2 * BATCH)
+    texts = _texts(client, seeds, 300)
+    before = _replica_pids()
+    with _Load(client, seeds, 300) as load:
+        load.wait_for_whole_streams(len(seeds))
+        stopped_s = time.monotonic()
+        os.kill(min(before), signal.SIGSTOP)
+        try:
+            _wait_until(lambda: len(_replica_pids() - before) == 1 and _num_running() == 2)
+            replaced_s = time.monotonic()
+            # No client waits for the one that hangs any more.
+            _wait_until(lambda: load.served_since(replaced_s) == set(seeds))
+        finally:
+            # Ray gives it up, but cannot end a process that is stopped.
+            os.kill(min(before), signal.SIGKILL)
+    failed = load.check(texts)
+    print(
+        f"{len(load.outcomes)} streams, {len(failed)} were told; another replica after "
+        f"{replaced_s - stopped_s:.1f} s"
+    )
+    assert len(failed) <= len(seeds)
 
 
 def test_prefixes_are_found_more_often_than_by_chance(
@@ -351,14 +406,34 @@ def test_prefixes_are_found_more_often_than_by_chance(
     assert by_chance < 0.85 * possible
 
 
+def test_a_replica_that_loses_a_rank(client: openai.OpenAI, url: str, checkpoint: Path) -> None:
+    _deploy(checkpoint, num_ranks=2)
+    _wait_until(lambda: _num_running() == 2)
+    seeds = range(2 * BATCH)
+    texts = _texts(client, seeds, 300)
+    before, ranks = _replica_pids(), _rank_pids()
+    assert (len(before), len(ranks)) == (2, 2)
+    with _Load(client, seeds, 300) as load:
+        load.wait_for_whole_streams(len(seeds))
+        _wait_until(lambda: min(_requests(url)) >= 2)
+        os.kill(min(ranks), signal.SIGKILL)
+        _wait_until(lambda: len(_replica_pids() - before) == 1 and _num_running() == 2)
+        load.wait_for_whole_streams(len(seeds))
+    failed = load.check(texts)
+    assert any("Rank 1 of 2" in str(outcome.error) for outcome in failed), failed
+    assert len(_replica_pids() & before) == 1
+    assert len(_rank_pids() & ranks) == 1
+
+
 def test_replicas_that_go_end_their_requests(client: openai.OpenAI) -> None:
     """The last test: afterwards nothing runs."""
     seeds = range(2 * BATCH)
-    texts = _texts(client, seeds, 1500)
-    with _Load(client, seeds, 1500) as load:
+    texts = _texts(client, seeds, 800)
+    ranks = _rank_pids()
+    with _Load(client, seeds, 800) as load:
         time.sleep(0.5)
         load.stop()
         serve.delete(APP)
     assert len(load.outcomes) == len(seeds)
     assert not load.check(texts)
-    assert not _replica_pids()
+    assert not _replica_pids() | ranks & _processes().keys()

@@ -12,7 +12,8 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message
 
-from kdecode.replicas import asgi
+from kdecode.engine.async_engine import EngineStoppedError
+from kdecode.replicas import asgi, ingress
 from kdecode.replicas.ingress import Ingress
 from kdecode.server.guard import Limits
 
@@ -69,8 +70,15 @@ class _All:
 
 
 class _Handle:
-    def __init__(self, stream: _Stream | None = None, results: Any = ()) -> None:
-        self.stream, self.results = stream, results
+    """refusals: what replicas answer before one answers with the stream."""
+
+    def __init__(
+        self,
+        stream: _Stream | None = None,
+        results: Any = (),
+        refusals: Sequence[_Stream] = (),
+    ) -> None:
+        self.stream, self.results, self.refusals = stream, results, list(refusals)
         self.calls: list[asgi.Call] = []
 
     def options(self, *, method_name: str, stream: bool) -> _Handle:
@@ -80,7 +88,7 @@ class _Handle:
     def remote(self, call: asgi.Call) -> _Stream:
         self.calls.append(call)
         assert self.stream is not None
-        return self.stream
+        return self.refusals.pop(0) if self.refusals else self.stream
 
     def broadcast(self, method: str, call: asgi.Call) -> _All:
         assert method == "document"
@@ -138,6 +146,24 @@ def test_a_replica_that_dies_in_a_stream() -> None:
 def test_a_replica_that_dies_in_a_document_breaks_the_connection() -> None:
     cut = [_start("application/json"), _body(b"{", more=True)]
     assert _answer(_Stream([cut], LOST)) == cut
+
+
+def test_a_request_that_was_not_taken_goes_to_another_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ingress, "PAUSES_S", (0.0, 0.0))
+    broken = _Stream([], EngineStoppedError("It broke."))
+    handle = _Handle(_Stream([JSON], None), refusals=[broken, broken])
+    assert asyncio.run(_ask(handle, "/v1/completions")) == JSON
+    assert len(handle.calls) == 3
+    # Where there is none, the client is told why.
+    handle = _Handle(_Stream([JSON], None), refusals=[broken] * 3)
+    answer = asyncio.run(_ask(handle, "/v1/completions"))
+    assert _error(answer) == (503, "engine_stopped")
+    # One that was begun is not sent again.
+    handle = _Handle(_Stream([JSON], None), refusals=[_Stream([], LOST)])
+    assert _error(asyncio.run(_ask(handle, "/v1/completions"))) == (503, "replica_lost")
+    assert len(handle.calls) == 1
 
 
 def test_a_client_that_leaves_ends_the_request() -> None:
