@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -105,6 +105,8 @@ class Front:
             return None
         except EngineStoppedError as raised:
             error = ApiError(503, str(raised), NOT_TAKEN)
+        except BackPressureError:
+            error = ApiError(503, "Too many requests wait for a replica.", "overloaded")
         except (RayError, RayServeException) as raised:
             log.warning("a replica ended under a request to %s: %s", call.scope["path"], raised)
             error = ApiError(503, "The replica that served this request has ended.", "replica_lost")

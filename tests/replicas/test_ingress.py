@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import Message
 
 from kdecode.engine.async_engine import EngineStoppedError
@@ -132,6 +132,8 @@ def test_an_answer_passes_unchanged_and_the_request_has_its_names() -> None:
 def test_a_replica_that_dies_before_it_answers() -> None:
     assert _error(_answer(_Stream([], LOST))) == (503, "replica_lost")
     assert _error(_answer(_Stream([], None))) == (500, "internal_error")
+    full = BackPressureError(num_queued_requests=3, max_queued_requests=3)
+    assert _error(_answer(_Stream([], full))) == (503, "overloaded")
 
 
 def test_a_replica_that_dies_in_a_stream() -> None:
