@@ -21,6 +21,7 @@ from kdecode.bench.serving.design import Restart
 from kdecode.bench.serving.hosting import Launched
 from kdecode.bench.serving.http import HttpError, Target
 from kdecode.bench.serving.launch import Launch
+from kdecode.bench.serving.plan import Expected, phases
 from kdecode.bench.serving.protocol import ServedComparison, compare_servers
 from kdecode.bench.serving.report import render
 
@@ -76,6 +77,10 @@ def test_one_at_a_time(log: list[str]) -> None:
     # A null run sees what one process has against the next.
     turns("arm", (ABBA, (0, 0)))
     assert log == ["+a", "-a"] * 3
+    log.clear()
+    # The server that played b in the null run makes room for b itself.
+    turns("arm", (BAAB, (0, 0)), (BAAB, (0, 1)))
+    assert log == ["+a", "-a"] * 3 + ["+b", "-b", "+a", "-a", "+b", "-b"]
 
 
 def test_what_was_started_ends_where_the_next_does_not_start(
@@ -94,6 +99,28 @@ def test_what_was_started_ends_where_the_next_does_not_start(
     with pytest.raises(OSError, match="no"):
         turns("never", (ABBA, (0, 1)))
     assert log == ["+a", "-a"]
+
+
+@pytest.mark.parametrize("restart", ["never", "block", "arm"])
+@pytest.mark.parametrize("order", ["abba", "random"])
+@pytest.mark.parametrize("has_null", [False, True])
+def test_a_plan_has_the_warm_ups_of_new_servers(
+    log: list[str], tmp_path: Path, restart: Restart, order: Any, has_null: bool
+) -> None:
+    chosen = design(restart=restart, order=order, has_null=has_null, blocks=3)
+    a, b = auto(), special()
+
+    async def main() -> None:
+        async with a.running() as url_a, b.running() as url_b:
+            clients = [Client(n, Target.from_url(u)) for n, u in (("a", url_a), ("b", url_b))]
+            async with Launched(LAUNCHES, restart) as hosts:
+                await compare_servers(clients[0], clients[1], WORKLOAD, chosen, hosts=hosts)
+
+    simulate(tmp_path, main())
+    planned = phases(WORKLOAD, chosen, Expected(0.2, 0.013))
+    for arm, server in enumerate((a, b)):
+        assert len(server.log) == sum(phase.passes[arm][0] * phase.requests for phase in planned)
+    assert restart == "never" or len(log) > 4
 
 
 class Changing:

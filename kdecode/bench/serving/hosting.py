@@ -45,7 +45,7 @@ class Launched:
         self._launches = launches
         self._restart = restart
         self._say = say
-        self._role: int | None = None
+        self._last: tuple[int, int] | None = None
         self._running: set[int] = set()
         self._stack = AsyncExitStack()
 
@@ -57,9 +57,11 @@ class Launched:
 
     async def turn(self, server: int, role: int, *, begins_block: bool = False) -> Sequence[int]:
         is_alone = self._restart == "arm"
-        if (is_alone and role != self._role) or (self._restart == "block" and begins_block):
+        if (is_alone and (server, role) != self._last) or (
+            self._restart == "block" and begins_block
+        ):
             await self._end()
-        self._role = role
+        self._last = (server, role)
         wanted = (server,) if is_alone else range(len(self._launches))
         new = [number for number in wanted if number not in self._running]
         for number in new:

@@ -67,13 +67,35 @@ def phases(workload: Workload, design: Design, expected: Expected) -> list[Phase
     in_turn_s = sum(map(expected.request_s, workload.requests))
     number = len(workload.requests)
     half = 2 * design.blocks
-    found = [Phase("warm-up, discarded", (design.warmup_passes,) * 2, few, warm_s)]
+    least, most = design.warmup_passes
+    starts_a, starts_b = _warm_starts(design)
+    warm = (least * starts_a, most * starts_a), (least * starts_b, most * starts_b)
+    found = [Phase("warm-up, discarded", warm, few, warm_s)]
     if design.has_null:
         found.append(Phase("null run, a against a", ((2 * half,) * 2, (0, 0)), number, whole_s))
     found.append(Phase("blocks", ((half,) * 2,) * 2, number, whole_s))
     # The second one scores the baseline's replies, where the servers tell logprobs of prompts.
     found.append(Phase("outputs, one at a time", ((1, 2),) * 2, number, in_turn_s))
     return found
+
+
+def _warm_starts(design: Design) -> tuple[int, int]:
+    """How often each server is warmed up: at first, and whenever it was started anew."""
+    orders = block_orders(design)
+    # (server, role, whether a block begins), as the run asks `hosting` for them.
+    turns = [(0, 0, False), (1, 1, False)]
+    for servers in ([(0, 0)] if design.has_null else []) + [(0, 1)]:
+        turns += [
+            (servers[arm], arm, place == 0) for order in orders for place, arm in enumerate(order)
+        ]
+    turns += [(0, 0, False), (1, 1, False)]
+    starts = [1, 1]
+    for (server, role, begins), before in zip(turns[2:], turns[1:], strict=False):
+        if design.restart == "arm" and (server, role) != before[:2]:
+            starts[server] += 1
+        elif design.restart == "block" and begins:
+            starts = [number + 1 for number in starts]
+    return starts[0], starts[1]
 
 
 def pass_seconds(

@@ -40,7 +40,8 @@ class Runner:
         self._design = design
         self._progress = progress
         self._hosts = hosts
-        # What each server resolved when it was first asked.
+        # Each server, and what it resolved when it was first asked.
+        self._clients: list[Client] = []
         self._facts: list[ServerFacts] = []
         # Requests in flight while the load is complete; of an open loop, no number is known.
         self._concurrency = min(design.load.concurrency or 1, len(workload.sessions()))
@@ -49,20 +50,19 @@ class Runner:
         self, clients: tuple[Client, Client]
     ) -> tuple[tuple[Client, Client], tuple[ServerFacts, ServerFacts], tuple[Warmup, Warmup]]:
         """Both servers' facts, clients that name their models, and the first warm-up of each."""
-        named, warmups = [], []
+        warmups = []
         for arm, client in enumerate(clients):
             await self._hosts.turn(arm, arm)
             self._facts.append(await read_facts(client))
-            named.append(dataclasses.replace(client, model=self._facts[arm].model))
-            warmups.append(await self.warm_up(named[arm]))
-        return (named[0], named[1]), (self._facts[0], self._facts[1]), (warmups[0], warmups[1])
+            self._clients.append(dataclasses.replace(client, model=self._facts[arm].model))
+            warmups.append(await self.warm_up(self._clients[arm]))
+        a, b = self._clients
+        return (a, b), (self._facts[0], self._facts[1]), (warmups[0], warmups[1])
 
-    async def _turn(
-        self, clients: tuple[Client, Client], server: int, role: int, *, begins_block: bool = False
-    ) -> None:
+    async def _turn(self, server: int, role: int, *, begins_block: bool = False) -> None:
         """Makes sure that the server runs, and runs as it did; one that is new is warmed up."""
         for number in await self._hosts.turn(server, role, begins_block=begins_block):
-            client = clients[number]
+            client = self._clients[number]
             now, before = await read_facts(client), self._facts[number]
             changed = facts_differences(before, now)
             if changed or now.config.get(COMPARED_SETTING) != before.config.get(COMPARED_SETTING):
@@ -121,7 +121,7 @@ class Runner:
                 self._progress(f"{what} {block + 1} of {design.blocks}", f"pass {place + 1} of 4")
                 client = clients[arm]
                 begins = place == 0
-                await self._turn(clients, servers[arm], arm, begins_block=begins)
+                await self._turn(servers[arm], arm, begins_block=begins)
                 await self._prepare(client)
                 before = await read_metrics(client)
                 # With the arm: both may be one server.
@@ -146,7 +146,7 @@ class Runner:
         self, clients: tuple[Client, Client], passes: Sequence[MeasuredPass]
     ) -> tuple[Outputs | None, str | None]:
         """Greedy replies one at a time, with logprobs where the server gives them."""
-        await self._turn(clients, 0, 0)
+        await self._turn(0, 0)
         first, problem = await self._replies(clients[0], 0)
         if first is None:
             return None, problem
@@ -160,7 +160,7 @@ class Runner:
                     "near-tie cannot be calibrated; name one in ln p."
                 )
             near_tie = calibration.near_tie
-        await self._turn(clients, 1, 1)
+        await self._turn(1, 1)
         second, problem = await self._replies(clients[1], 1)
         if second is None:
             return None, problem
