@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import sys
 import time
 
@@ -25,6 +27,8 @@ def main(size: int, timeout_s: float, doing: str) -> None:
     if doing == "exchanges":
         while True:
             _exchange(group)
+    if doing == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
     if doing == "raises":
         group.send(("fault while all exchange", -1, "none"))
         raise ArithmeticError("of rank 0")

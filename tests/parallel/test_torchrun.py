@@ -81,6 +81,22 @@ def test_a_rank_of_torchrun_that_dies_or_stands_still_is_named(fault: str) -> No
 
 
 @pytest.mark.slow
+def test_followers_of_torchrun_end_with_rank_0() -> None:
+    """They are not its children, and a signal of torchrun's does not end them."""
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", SCRIPT, "3", "5", "dies"]
+    with _running(command) as run:
+        assert run.stdout is not None
+        processes = re.findall(r"[0-9]+", run.stdout.readline())
+        begin = time.monotonic()
+        run.communicate(timeout=LIMIT_S)
+        # torchrun waits for all of them, and kills those that are left after half a minute.
+        assert time.monotonic() - begin < 20
+    assert run.returncode != 0
+    assert len(processes) == 2
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+@pytest.mark.slow
 def test_two_hosts_exchange() -> None:
     require_namespaces()
     command = on_two_hosts("--nproc-per-node", "2", SCRIPT, "4", "5", "sums")
