@@ -1,9 +1,10 @@
 """The `kdecode` command: parsing, dispatch, and how errors end.
 
-Owns the exit codes that are no command's own: 2 for usage and input that cannot be served, 6 for
-output that cannot be written, 129, 130 and 143 for SIGHUP, an interrupt and SIGTERM. Each command
-is a module of `kdecode/commands`; none of them imports torch before its arguments are known to be
-good, and this module imports none of them before an interrupt of that is taken care of.
+Owns the exit codes that are no command's own: 1 for an engine that lost a rank, 2 for usage and
+input that cannot be served, 6 for output that cannot be written, 129, 130 and 143 for SIGHUP, an
+interrupt and SIGTERM. Each command is a module of `kdecode/commands`; none of them imports torch
+before its arguments are known to be good, and this module imports none of them before an interrupt
+of that is taken care of.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+EXIT_BROKEN = 1
 EXIT_INPUT = 2
 EXIT_OUTPUT = 6
 EXIT_INTERRUPTED = 130
@@ -114,12 +116,22 @@ def _run(argv: Sequence[str]) -> int:
         print(f"kdecode {args.command}: error: {error}", file=sys.stderr)
         return EXIT_OUTPUT
     except Exception as error:
-        # A file that cannot be used names itself; other errors of the system are faults.
-        is_file = isinstance(error, OSError) and error.filename is not None
-        if not is_file and not isinstance(error, _input_errors()):
+        code = _code_of(error)
+        if code is None:
             raise
         print(f"kdecode {args.command}: error: {error}", file=sys.stderr)
-        return EXIT_INPUT
+        return code
+
+
+def _code_of(error: Exception) -> int | None:
+    """The exit code of an error that its text explains; None for a fault, which is shown whole."""
+    from kdecode.parallel.ranks import RankError
+
+    if isinstance(error, RankError):
+        return EXIT_BROKEN
+    # A file that cannot be used names itself; other errors of the system are faults.
+    is_file = isinstance(error, OSError) and error.filename is not None
+    return EXIT_INPUT if is_file or isinstance(error, _input_errors()) else None
 
 
 def _input_errors() -> tuple[type[Exception], ...]:

@@ -34,6 +34,8 @@ MXFP4_GROUP = 32
 
 # Ranks that share one model: more than any released model has heads for.
 MAX_RANKS = 128
+# Exclusive: a day, of which every clock here can hold many times as much.
+MAX_RANK_TIMEOUT_S = 86_400.0
 
 # A request takes whole pages, so that a larger one would only waste memory.
 MAX_PAGE_TOKENS = 65_536
@@ -277,7 +279,7 @@ class EngineConfig:
                 f"context_interleave_tokens is {interleave} and page_tokens {self.page_tokens}; a "
                 "rank's page must hold whole turns, so that pages of all ranks end together."
             )
-        check_number("rank_timeout_s", self.rank_timeout_s, above=0)
+        check_number("rank_timeout_s", self.rank_timeout_s, above=0, below=MAX_RANK_TIMEOUT_S)
 
     @property
     def page_positions(self) -> int:

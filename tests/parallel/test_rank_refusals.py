@@ -11,6 +11,7 @@ from kdecode import cli
 from kdecode.config import ConfigError, EngineConfig
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.engine.engine import LLM
+from kdecode.parallel.ranks import RankError
 
 SMALL = {"max_context_tokens": 64, "max_requests": 1, "page_tokens": 16}
 
@@ -32,6 +33,7 @@ def _nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
             "decode_context_parallel_size is 2 and tensor_parallel_size 4",
         ),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s is 0.0; it must be above 0"),
+        ({"rank_timeout_s": 1e300}, "it must be above 0 and below 86400.0"),
         ({"context_interleave_tokens": 0}, "context_interleave_tokens is 0"),
     ],
 )
@@ -110,3 +112,17 @@ def test_a_plan_of_several_ranks_is_described(
         (line,) = (line for line in text.splitlines() if line.startswith("all packed weights"))
         sizes.append(float(line.split()[4]))
     assert sizes[1] < 0.5 * sizes[0]
+
+
+def test_a_rank_that_is_lost_at_the_start_is_no_traceback(
+    mini_16_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: object, **settings: object) -> None:
+        raise RankError(1, "of 2 died with signal 9")
+
+    monkeypatch.setattr("kdecode.parallel.launch.start", start)
+    argv = ["generate", str(mini_16_checkpoint), "--prompt", "a", "--max-tokens", "2", "-tp", "2"]
+    assert cli.main(argv) == 1
+    error = capsys.readouterr().err
+    assert "kdecode generate: error: Rank 1 of 2 died with signal 9" in error
+    assert "Traceback" not in error
