@@ -147,7 +147,7 @@ def test_a_runner_replays_the_plan_of_a_decode_step(
     """Behind a prompt on the standard path, with the logits of that path."""
     loaded, ours, others = standard
     pools: list[Pool] = []
-    monkeypatch.setattr(runner, "deployment_of", lambda config, engine: deployment(config))
+    monkeypatch.setattr(runner, "deployment_of", lambda config, engine, ranks: deployment(config))
     monkeypatch.setattr(runner, "row_buckets", lambda engine: (1,))
     monkeypatch.setattr(runner, "GraphPool", lambda: pools.append(Pool(Buffers())) or pools[-1])
     settings = {"max_context_tokens": 256, "page_tokens": PAGE_TOKENS}
