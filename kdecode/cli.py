@@ -116,11 +116,11 @@ def _run(argv: Sequence[str]) -> int:
         print(f"kdecode {args.command}: error: {error}", file=sys.stderr)
         return EXIT_OUTPUT
     except Exception as error:
-        code = _code_of(error)
-        if code is None:
+        explained = _code_of(error)
+        if explained is None:
             raise
         print(f"kdecode {args.command}: error: {error}", file=sys.stderr)
-        return code
+        return explained
 
 
 def _code_of(error: Exception) -> int | None:

@@ -88,10 +88,17 @@ class Worker:
     ) -> None:
         engine, leader = self.engine, self.leader
         opened = time.perf_counter()
+
+        def packing(done: int, total: int) -> None:
+            if leader is not None:
+                # Packing takes minutes, which are wasted once another rank is lost.
+                leader.check()
+            progress("packing", done, total)
+
         self.packed = pack_model(
             reader,
             trunk_format(engine),
-            lambda done, total: progress("packing", done, total),
+            packing,
             engine.device,
             engine.isa,
         )

@@ -11,7 +11,7 @@ from kdecode import cli
 from kdecode.config import ConfigError, EngineConfig
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.engine.engine import LLM
-from kdecode.parallel.ranks import RankError
+from kdecode.parallel.ranks import RankError, Ranks
 
 SMALL = {"max_context_tokens": 64, "max_requests": 1, "page_tokens": 16}
 
@@ -126,3 +126,36 @@ def test_a_rank_that_is_lost_at_the_start_is_no_traceback(
     error = capsys.readouterr().err
     assert "kdecode generate: error: Rank 1 of 2 died with signal 9" in error
     assert "Traceback" not in error
+
+
+class LostLeader:
+    """Of a group whose other rank has died while this one packs."""
+
+    ranks = Ranks(0, 2)
+    is_closed = False
+
+    def check(self) -> None:
+        raise RankError(1, "of 2 died with signal 9")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_packing_ends_when_a_rank_is_lost(
+    mini_16_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With large models it takes minutes, for nothing then."""
+    leader = LostLeader()
+    told: list[int] = []
+
+    def pack(reader: object, trunk: object, progress: Any, *rest: object) -> None:
+        for done in range(1, 6):
+            told.append(done)
+            progress(done, 5)
+
+    monkeypatch.setattr("kdecode.engine.leader.start_ranks", lambda *given: leader)
+    monkeypatch.setattr("kdecode.engine.worker.pack_model", pack)
+    with pytest.raises(RankError, match="Rank 1 of 2 died with signal 9"):
+        LLM(mini_16_checkpoint, tensor_parallel_size=2, **SMALL)
+    assert told == [1]
+    assert leader.is_closed
