@@ -274,6 +274,11 @@ class EngineConfig:
             )
         interleave = self.context_interleave_tokens
         check_int("context_interleave_tokens", interleave, at_least=1)
+        if parts == 1 and interleave > 1:
+            raise ConfigError(
+                f"context_interleave_tokens is {interleave} and decode_context_parallel_size 1; "
+                "only ranks that share positions take them in turn."
+            )
         if parts > 1 and self.page_tokens % interleave:
             raise ConfigError(
                 f"context_interleave_tokens is {interleave} and page_tokens {self.page_tokens}; a "

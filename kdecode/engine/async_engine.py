@@ -24,6 +24,7 @@ from functools import partial
 from kdecode.engine.engine import LLM
 from kdecode.engine.loop import Event
 from kdecode.engine.request import Output, SamplingParams
+from kdecode.parallel.ranks import RankError
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,8 @@ class AsyncEngine:
                 self._require_ranks()
             self._finish("The engine was stopped.")
         except BaseException as error:
-            log.exception("the engine broke")
+            # A rank that is lost is no fault of this program's, and its message says all.
+            log.error("the engine broke: %s", error, exc_info=not isinstance(error, RankError))
             self._has_died = True
             self._finish(f"The engine broke: {type(error).__name__}: {error}")
             if self._on_death is not None:

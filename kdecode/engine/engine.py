@@ -141,10 +141,12 @@ class LLM:
             raise
         self._loop = StepLoop(Scheduler(caches, limits, self._prefix), worker)
         self._events: dict[int, deque[Event]] = {}
+        self._is_closed = False
         self._num_requests = 0
 
     def close(self) -> None:
-        """Ends the processes of the other ranks, if there are any; nothing can run after it."""
+        """Ends the processes of the other ranks, if there are any; no request is taken after it."""
+        self._is_closed = True
         self._worker.close()
 
     def __enter__(self) -> LLM:
@@ -411,8 +413,12 @@ class LLM:
 
         start_ns: when its caller handed it over, if that was earlier. priority: the lower one is
         served first. cache_salt: its prefixes are shared with requests of the same one only. Raises
-        RequestError.
+        RequestError, and RuntimeError once the engine was closed.
         """
+        if self._is_closed:
+            raise RuntimeError(
+                "This engine was closed; it takes no more requests. Make another one."
+            )
         start_ns = time.perf_counter_ns() if start_ns is None else start_ns
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode_text(prompt)

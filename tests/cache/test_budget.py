@@ -127,7 +127,8 @@ def test_a_page_of_incomplete_turns_is_refused() -> None:
     with pytest.raises(ConfigError, match="interleave_tokens is 16 and page_tokens 24"):
         EngineConfig(**settings, context_interleave_tokens=16)
     # Nobody takes turns.
-    assert EngineConfig(page_tokens=24, context_interleave_tokens=16).page_positions == 24
+    with pytest.raises(ConfigError, match="only ranks that share positions"):
+        EngineConfig(page_tokens=32, context_interleave_tokens=16)
 
 
 def test_a_model_of_one_kind_of_layer() -> None:

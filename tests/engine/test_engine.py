@@ -349,3 +349,10 @@ def test_what_the_caches_rule_out_is_found_before_anything_is_packed(
     ):
         with pytest.raises(ConfigError, match=message):
             _build(mini_checkpoint, backend, cache_budget_bytes=budget, **settings)
+
+
+def test_a_closed_engine_takes_no_request_and_says_so(mini_checkpoint: Path) -> None:
+    with _build(mini_checkpoint, "auto") as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    with pytest.raises(RuntimeError, match="This engine was closed"):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
