@@ -135,7 +135,7 @@ def test_a_rank_that_is_alone_needs_nothing_of_what_processes_are_made_of() -> N
         "print([name for name in sys.modules if name.startswith('kdecode.parallel.')])"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
     )
     loaded = {name.rsplit(".", 1)[1] for name in ast.literal_eval(found.stdout)}
     assert "ranks" in loaded

@@ -522,6 +522,7 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
         (["check", "MODEL", "--layers", "99"], "--layers is 99; the model has 9 layers"),
         (["check", "MODEL", "--cache-dtype", "fp8", "--cache-scale", "nan"], "cache_scale is nan"),
         (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
+        (["compare", "MODEL", "--warmup-runs", "3", "2"], "warmup_runs is (3, 2)"),
         (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),
         (["sing"], "invalid choice: 'sing'"),
         ([], "COMMAND"),

@@ -61,6 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=positive, default=128)
     parser.add_argument("--output-tokens", type=positive, default=64)
     parser.add_argument("--blocks", type=positive, default=6, help="2 or more")
+    parser.add_argument(
+        "--warmup-runs",
+        nargs=2,
+        type=int,
+        default=(3, 10),
+        metavar=("LEAST", "MOST"),
+        help="discarded runs of an arm, between which its warm-up ends when times are stable",
+    )
     parser.add_argument("--order", choices=("abba", "random"), default="abba")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, order and bootstrap")
     backends = get_args(DecodeBackend)
@@ -89,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.output_tokens,
             near_tie=NearTie(args.near_tie_atol, args.near_tie_rtol),
             blocks=args.blocks,
+            warmup_runs=tuple(args.warmup_runs),
             order=args.order,
             seed=args.seed,
         )

@@ -19,6 +19,7 @@ from server_process import running
 from two_hosts import on_two_hosts, require_namespaces
 
 LIMIT_S = 10.0
+KDECODE = str(Path(sys.executable).with_name("kdecode"))
 FLAGS = ("-tp", "2", "--max-model-len", "128", "--max-num-seqs", "3", "--block-size", "16")
 # The follower has a fault in its first step of a kind.
 BEFORE = """
@@ -95,12 +96,10 @@ def test_a_rank_that_dies_while_nothing_runs_ends_the_server(mini_16_checkpoint:
 def test_torchrun_starts_the_ranks_of_a_command(mini_16_checkpoint: Path) -> None:
     arguments = ["generate", str(mini_16_checkpoint), "--prompt", "a", "--max-tokens", "4"]
     arguments += ["--threads", "1", "--decode-backend", "latency_specialized", "-tp", "2"]
-    plain = subprocess.run(
-        [sys.executable, "-m", "kdecode", *arguments], capture_output=True, text=True, check=True
-    )
+    plain = subprocess.run([KDECODE, *arguments], capture_output=True, text=True, check=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     found = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "-m", "kdecode", *arguments],
+        [*torchrun, "--nproc-per-node", "2", "--no-python", KDECODE, *arguments],
         capture_output=True,
         text=True,
         check=True,
@@ -115,10 +114,8 @@ def test_two_hosts_say_what_one_says(mini_16_checkpoint: Path) -> None:
     require_namespaces()
     arguments = ["generate", str(mini_16_checkpoint), "--prompt", "a", "--max-tokens", "4"]
     arguments += ["--threads", "1", "-tp", "2"]
-    plain = subprocess.run(
-        [sys.executable, "-m", "kdecode", *arguments], capture_output=True, text=True, check=True
-    )
-    torchrun = ["--nproc-per-node", "1", "-m", "kdecode", *arguments]
+    plain = subprocess.run([KDECODE, *arguments], capture_output=True, text=True, check=True)
+    torchrun = ["--nproc-per-node", "1", "--no-python", KDECODE, *arguments]
     found = subprocess.run(on_two_hosts(*torchrun), capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout == plain.stdout
