@@ -69,7 +69,8 @@ async def until_signal(main: Coroutine[Any, Any, Found]) -> Found:
     """
     import asyncio
 
-    loop, task, received = asyncio.get_running_loop(), asyncio.current_task(), []
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    received: list[int] = []
 
     def end(number: int) -> None:
         if not received and task is not None:
