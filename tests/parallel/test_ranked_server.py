@@ -67,7 +67,9 @@ def test_a_server_of_two_ranks_serves_and_ends(mini_16_checkpoint: Path) -> None
     ("kind", "phase", "words"),
     [
         ("kill", "decode", "died with signal 9"),
-        pytest.param("stop", "prefill", "has given no sign of life", marks=pytest.mark.slow),
+        pytest.param(
+            "stop", "prefill", "is stopped and has given no sign of life", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_requests_of_a_broken_group_end_with_500_and_the_server_with_1(
