@@ -72,33 +72,31 @@ def pytest_terminal_summary(
         terminalreporter.write_line(f"{count} tests need a GPU and were not run: there is none.")
 
 
+def _made(tmp_path_factory: pytest.TempPathFactory, preset: str) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints") / preset
+    make_checkpoint(directory, preset, seed=0)
+    return directory
+
+
 @pytest.fixture(scope="session")
 def mini_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A K3 checkpoint with every mechanism of the release, of a few MB. Read only."""
-    directory = tmp_path_factory.mktemp("checkpoints") / "mini"
-    make_checkpoint(directory, "mini", seed=0)
-    return directory
+    return _made(tmp_path_factory, "mini")
 
 
 @pytest.fixture(scope="session")
 def mini_linear_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kimi-Linear checkpoint of a few MB. Read only."""
-    directory = tmp_path_factory.mktemp("checkpoints") / "kimi-linear-mini"
-    make_checkpoint(directory, "kimi-linear-mini", seed=0)
-    return directory
+    return _made(tmp_path_factory, "kimi-linear-mini")
 
 
 @pytest.fixture(scope="session")
 def mini_16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A K3 checkpoint that up to 16 ranks can share. Read only."""
-    directory = tmp_path_factory.mktemp("checkpoints") / "mini-16"
-    make_checkpoint(directory, "mini-16", seed=0)
-    return directory
+    return _made(tmp_path_factory, "mini-16")
 
 
 @pytest.fixture(scope="session")
 def mini_linear_16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kimi-Linear checkpoint that up to 16 ranks can share. Read only."""
-    directory = tmp_path_factory.mktemp("checkpoints") / "kimi-linear-mini-16"
-    make_checkpoint(directory, "kimi-linear-mini-16", seed=0)
-    return directory
+    return _made(tmp_path_factory, "kimi-linear-mini-16")

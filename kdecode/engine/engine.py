@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,10 +66,8 @@ from kdecode.model.chat import (
     encode_chat,
 )
 from kdecode.model.tokenizer import IncrementalDetokenizer, Tokenizer
+from kdecode.parallel.ranks import RankError
 from kdecode.speculative.stats import RoundStats
-
-if TYPE_CHECKING:
-    from kdecode.parallel.ranks import RankError
 
 Prompt = str | Sequence[int]
 

@@ -89,19 +89,13 @@ class Leader:
     def check(self) -> None:
         """Raises RankError where another rank has died or stands still."""
         self.require_whole()
-        try:
+        with self._breaking():
             self._group.check()
-        except RankError as error:
-            self._fail(error)
-            raise
 
     def wait_until_built(self) -> None:
         """Until the other ranks can carry out operations. Raises RankError."""
-        try:
+        with self._breaking():
             self._group.wait_until_ready()
-        except RankError as error:
-            self._fail(error)
-            raise
 
     def close(self) -> None:
         """Ends the other ranks and gives back what the group shares."""
@@ -130,6 +124,15 @@ class Leader:
         return RankError(
             found.rank, f"{found.what} during step {self.num_steps} ({describe(batch)})"
         )
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """A RankError in the block is the end of the group."""
+        try:
+            yield
+        except RankError as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: RankError) -> None:
         """Final: the others are ended at once, so that nothing waits for what never comes."""

@@ -7,6 +7,7 @@ not know how anything is packed or run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -117,12 +118,13 @@ def check_cache_scales(reader: CheckpointReader, engine: EngineConfig) -> None:
 
 def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None]) -> None:
     problems = refuse_ranks(config, engine)
-    size = engine.tensor_parallel_size
-    if not refuse_division(config, size):
-        share = share_of(config, size)
+    ranks = Ranks(0, engine.tensor_parallel_size)
+    # None where the model cannot be divided; why is among the problems.
+    share = None if refuse_division(config, ranks.size) else share_of(config, ranks.size)
+    if share is not None:
         checks += (
-            lambda: check_caches(config, share, engine),
-            lambda: check_prefix_caching(share, engine),
+            partial(check_caches, config, share, engine),
+            partial(check_prefix_caching, share, engine),
         )
     for check in checks:
         try:
@@ -131,8 +133,9 @@ def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None
             # Two checks may need the same draft.
             if str(error) not in problems:
                 problems.append(str(error))
-    if engine.decode_backend == "latency_specialized":
-        refusals = _refuse_specialized(config, engine)
+    if engine.decode_backend == "latency_specialized" and share is not None:
+        deployment = deployment_of(share, resolve(engine), ranks, runs=False)
+        refusals = latency_specialized.refuse(deployment)
         if refusals:
             raise BackendRefusedError(refusals, problems)
     if len(problems) > 1:
@@ -140,12 +143,3 @@ def _check(config: ModelConfig, engine: EngineConfig, *checks: Callable[[], None
         raise ConfigError(f"No backend can run this configuration:\n{lines}")
     if problems:
         raise ConfigError(problems[0])
-
-
-def _refuse_specialized(config: ModelConfig, engine: EngineConfig) -> list[str]:
-    """What keeps the backend from a configuration, as far as the model can be divided."""
-    ranks = Ranks(0, engine.tensor_parallel_size)
-    if refuse_division(config, ranks.size):
-        return []
-    share = share_of(config, ranks.size)
-    return latency_specialized.refuse(deployment_of(share, resolve(engine), ranks, runs=False))

@@ -63,7 +63,7 @@ class Worker:
         self, directory: Path, engine: EngineConfig, progress: Progress = no_progress
     ) -> None:
         begin = time.perf_counter()
-        reader = CheckpointReader(directory)
+        whole = reader = CheckpointReader(directory)
         self.config = reader.config
         self.engine = engine = resolve(engine)
         self.weights_digest = weights_digest(directory)
@@ -78,14 +78,15 @@ class Worker:
             self.leader = start_ranks(directory, self.config, engine)
             reader = CheckpointReader(directory, ranks=self.leader.ranks)
         try:
-            self._build(directory, reader, progress, begin)
+            self._build(whole, reader, progress, begin)
         except BaseException:
             self.close()
             raise
 
     def _build(
-        self, directory: Path, reader: CheckpointReader, progress: Progress, begin: float
+        self, whole: CheckpointReader, reader: CheckpointReader, progress: Progress, begin: float
     ) -> None:
+        """whole: of the tensors of all ranks; reader: of this one's, the same where it is alone."""
         engine, leader = self.engine, self.leader
         opened = time.perf_counter()
 
@@ -109,7 +110,7 @@ class Worker:
             loaded = load_draft(engine.speculative.model, self.draft)
             self.packed_draft = pack_weights(loaded, self.draft, engine, self.config)
             if leader is not None:
-                self.draft_target = whole_ends(directory, self.packed, self.packed_draft, engine)
+                self.draft_target = whole_ends(whole, self.packed, self.packed_draft, engine)
         packed = time.perf_counter()
         self.caches = allocate_caches(
             self.packed,
@@ -194,13 +195,12 @@ class Worker:
 
 
 def whole_ends(
-    directory: Path, packed: PackedModel, draft: DraftWeights, engine: EngineConfig
+    reader: CheckpointReader, packed: PackedModel, draft: DraftWeights, engine: EngineConfig
 ) -> PackedModel:
     """A rank's model with whole copies of the embedding and the head, as far as a draft has none of
-    its own."""
+    its own. reader: of the whole model."""
     if draft.embed is not None and draft.head is not None:
         return packed
-    reader = CheckpointReader(directory)
     embed, head = packed.embed, packed.head
     if draft.embed is None:
         embed = reader.load_embed().clone()

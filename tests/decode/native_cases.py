@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kdecode.cache.batch import StepRequest
+from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig
 from kdecode.decode import all_reference
@@ -73,6 +73,18 @@ def make_requests(contexts: list[int]) -> tuple[StepRequest, ...]:
         slot = num_slots - 1 - row
         requests.append(StepRequest((17 * row + 3,), context, slot, pages, is_decode=True))
     return tuple(requests)
+
+
+def verify_step(contexts: list[int], each: int) -> StepBatch:
+    """A verify step of ``each`` rows a request, which may leave the page that they begin on."""
+    requests = []
+    for row, request in enumerate(make_requests([context + each for context in contexts])):
+        tokens = tuple((31 * row + 7 * place + 3) % 500 for place in range(each))
+        start = contexts[row]
+        requests.append(
+            replace(request, token_ids=tokens, start=start, all_logits=True, is_verify=True)
+        )
+    return StepBatch(tuple(requests))
 
 
 def fill(caches: Caches, requests: tuple[StepRequest, ...], seed: int) -> None:

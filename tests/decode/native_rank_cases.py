@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from native_cases import NUM_SLOTS, PAGE_TOKENS, Loaded, fill, make_requests
+from native_cases import NUM_SLOTS, PAGE_TOKENS, Loaded, fill, make_requests, verify_step
 from torch import Tensor
 
 from kdecode.cache.batch import StepBatch
@@ -204,12 +204,4 @@ def decode(rows: int) -> StepBatch:
 
 
 def verify(requests: int, each: int) -> StepBatch:
-    contexts = CONTEXTS[:requests]
-    found = []
-    for row, request in enumerate(make_requests([context + each for context in contexts])):
-        tokens = tuple((31 * row + 7 * place + 3) % 500 for place in range(each))
-        start = contexts[row]
-        found.append(
-            replace(request, token_ids=tokens, start=start, all_logits=True, is_verify=True)
-        )
-    return StepBatch(tuple(found))
+    return verify_step(CONTEXTS[:requests], each)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_cases import NUM_SLOTS, PAGE_TOKENS, Loaded, fill, make_requests
+from native_cases import NUM_SLOTS, PAGE_TOKENS, Loaded, fill, verify_step
 
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
@@ -25,18 +25,6 @@ from kdecode.testing.compare import bit_equal
 from kdecode.testing.poison import poison_
 
 CONTEXTS = [62, 1, 130, 0]
-
-
-def _verified(contexts: list[int], each: int) -> StepBatch:
-    """Requests of ``each`` rows, the first from a page that its rows leave."""
-    requests = []
-    for row, request in enumerate(make_requests([context + each for context in contexts])):
-        tokens = tuple((31 * row + 7 * place + 3) % 500 for place in range(each))
-        start = contexts[row]
-        requests.append(
-            replace(request, token_ids=tokens, start=start, all_logits=True, is_verify=True)
-        )
-    return StepBatch(tuple(requests))
 
 
 def _filled(loaded: Loaded, batch: StepBatch, cache_dtype: str = "bf16") -> tuple[Caches, Caches]:
@@ -91,7 +79,7 @@ def _step(request: StepRequest, place: int) -> StepBatch:
 def test_every_step_against_the_oracle(
     loaded: Loaded, num_requests: int, each: int, isa: str | None, cache_dtype: str
 ) -> None:
-    batch = _verified(CONTEXTS[:num_requests], each)
+    batch = verify_step(CONTEXTS[:num_requests], each)
     caches, oracle_caches = _filled(loaded, batch, cache_dtype)
     plan = _plan(loaded, caches, batch, isa=isa, cache_dtype=cache_dtype)
     checks = list(check_steps(plan, loaded.oracle(oracle_caches), batch, loaded.parameters))
@@ -105,7 +93,7 @@ def test_what_stays_has_the_bits_of_plain_decoding(
     loaded: Loaded, num_requests: int, each: int
 ) -> None:
     """Every number of kept rows, uneven in a batch, and a plain step behind it."""
-    batch = _verified(CONTEXTS[:num_requests], each)
+    batch = verify_step(CONTEXTS[:num_requests], each)
     for kept in range(1, each + 1):
         counts = [(kept + place - 1) % each + 1 for place in range(num_requests)]
         ours, theirs = _filled(loaded, batch)
@@ -159,7 +147,7 @@ def _plain_step_behind(
 
 def test_two_runs_of_one_plan_with_other_slots_and_counts(loaded: Loaded) -> None:
     """Nothing of the last step's metadata, records or kept rows is used again."""
-    batch = _verified([5, 64], 4)
+    batch = verify_step([5, 64], 4)
     ours, theirs = _filled(loaded, batch)
     plan = _plan(loaded, ours, batch)
     one = latency_specialized.build(
@@ -181,7 +169,7 @@ def test_two_runs_of_one_plan_with_other_slots_and_counts(loaded: Loaded) -> Non
 
 def test_a_request_that_ends_before_the_commit(loaded: Loaded) -> None:
     """Its slot keeps the state before the step; the other's moves; no later step sees a draft."""
-    batch = _verified([5, 64], 4)
+    batch = verify_step([5, 64], 4)
     ours, _ = _filled(loaded, batch)
     ours.slot_pool.allocate(NUM_SLOTS)
     gone, stays = batch.requests
@@ -205,11 +193,11 @@ def test_which_verify_steps_have_a_plan(loaded: Loaded) -> None:
     caches = loaded.caches("bf16")
     engine = loaded.engine(max_requests=2)
     runner = StepRunner(loaded.packed, caches, engine, verify_rows=(4, 8))
-    even, eight = _verified([5, 64], 4), _verified([5], 8)
-    ragged = StepBatch((*_verified([5], 3).requests, *_verified([5, 64], 4).requests[1:]))
+    even, eight = verify_step([5, 64], 4), verify_step([5], 8)
+    ragged = StepBatch((*verify_step([5], 3).requests, *verify_step([5, 64], 4).requests[1:]))
     mixed = StepBatch((_step(even.requests[0], 0).requests[0], even.requests[1]))
     alone = StepBatch((even.requests[0],))
-    three, many = _verified([5], 3), _verified(CONTEXTS[:3], 4)
+    three, many = verify_step([5], 3), verify_step(CONTEXTS[:3], 4)
     silent = StepBatch((replace(alone.requests[0], all_logits=False),))
     expected = [
         (even, (SPECIALIZED, "")),
@@ -237,10 +225,10 @@ def test_which_verify_steps_have_a_plan(loaded: Loaded) -> None:
 
 def test_a_plan_takes_its_own_steps_only(loaded: Loaded) -> None:
     caches = loaded.caches("bf16")
-    batch = _verified([5, 64], 4)
+    batch = verify_step([5, 64], 4)
     plan = _plan(loaded, caches, batch)
     for wrong, message in (
-        (_verified([5], 8), "8 rows of 1 requests; this plan takes 8 rows, 4 a request"),
+        (verify_step([5], 8), "8 rows of 1 requests; this plan takes 8 rows, 4 a request"),
         (
             StepBatch(tuple(replace(r, is_verify=False) for r in batch.requests)),
             "A plan of 4 rows a request verifies",

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from engine_faults import Fault, follow_until
+from processes import is_there, until
 from ranked_engines import PROMPTS, build, greedy, names_left, with_draft
 
 from kdecode.parallel.ranks import RankError
@@ -90,7 +90,7 @@ def _drill(
             named = f"RankError: Rank {fault.rank} of {size} (process {processes[fault.rank]})"
             assert output.error.startswith(f"{named} {WORDS[fault.kind]}")
             assert f" during step {leader.num_steps} ({fault.phase}, " in output.error
-        assert not any(_is_there(process) for process in processes.values())
+        assert not any(is_there(process) for process in processes.values())
         # It stays broken, at once and by the same name.
         (late,) = llm.generate([PROMPTS[0]], greedy())
         assert late.error == outputs[0].error
@@ -126,36 +126,21 @@ def test_followers_do_not_outlive_rank_0(
             assert run.stdout is not None
             processes = json.loads(run.stdout.readline())
             # A busy machine takes its time for the steps before.
-            _until(stamp.exists, 6 * LIMIT_S)
+            until(stamp.exists, 6 * LIMIT_S)
             begin = time.monotonic()
             if kind != "diverge":
                 # A stopped parent cannot collect them.
-                _until(lambda: not any(_is_there(one, or_zombie=False) for one in processes))
+                until(lambda: not any(is_there(one, or_zombie=False) for one in processes))
             if kind == "stop":
                 run.send_signal(signal.SIGCONT)
             text, _ = run.communicate(timeout=2 * LIMIT_S)
             assert time.monotonic() - begin < 2 * LIMIT_S
         finally:
             run.kill()
-    _until(lambda: not any(_is_there(process) for process in processes))
+    until(lambda: not any(is_there(process) for process in processes))
     assert not names_left((*processes, run.pid))
     if kind == "kill":
         assert run.returncode == -signal.SIGKILL
         return
     named = "RankError: Rank 0 of 4" if kind == "diverge" else "RankError: Rank "
     assert all(error.startswith(named) for error in json.loads(text))
-
-
-def _is_there(process: int, *, or_zombie: bool = True) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return or_zombie or state != "Z"
-
-
-def _until(is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {limit_s:g} s"
-        time.sleep(0.05)

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import rank_follow
+from processes import is_there, until
 
 from kdecode.parallel import launch
 from kdecode.parallel.group import Group
@@ -77,14 +77,14 @@ def _drill(size: int, rank: int, fault: str, when: str) -> None:
     finally:
         group.close()
     assert time.monotonic() - begin < LIMIT_S
-    assert not any(_is_there(process) for process in processes.values())
+    assert not any(is_there(process) for process in processes.values())
 
 
 def _let_it_happen(group: Group, when: str, rank: int, fault: str) -> None:
     group.send((when, rank, fault))
     rank_follow.carry_out(group, when, rank, fault)
     # Of a rank that waits for operations nobody learns by an exchange.
-    _until(lambda: group.check() is not None)
+    until(lambda: group.check() is not None)
 
 
 def test_a_rank_that_fails_while_it_builds_is_named() -> None:
@@ -119,7 +119,7 @@ def _end_rank_0(size: int, doing: str, end: signal.Signals) -> None:
         processes = _told(leader)
         leader.send_signal(end)
         leader.wait(LIMIT_S)
-        _until(lambda: not any(_is_there(process) for process in processes))
+        until(lambda: not any(is_there(process) for process in processes))
 
 
 @pytest.mark.slow
@@ -130,14 +130,14 @@ def test_followers_end_where_rank_0_stands_still(doing: str) -> None:
         leader.send_signal(signal.SIGSTOP)
         begin = time.monotonic()
         # Their parent cannot collect them as long as it is stopped.
-        _until(lambda: not any(_is_there(process, or_zombie=False) for process in processes))
+        until(lambda: not any(is_there(process, or_zombie=False) for process in processes))
         assert time.monotonic() - begin < LIMIT_S
         leader.send_signal(signal.SIGCONT)
         _, text = leader.communicate(timeout=LIMIT_S)
         assert "Rank 1 of 2" in text
         assert "has left: Rank 0 of 2" in text
     assert leader.returncode == 1
-    assert not any(_is_there(process) for process in processes)
+    assert not any(is_there(process) for process in processes)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_followers_end_where_rank_0_raises_or_does_not_close_the_group(doing: st
         leader.communicate(timeout=LIMIT_S)
         assert time.monotonic() - begin < LIMIT_S
     assert leader.returncode == (1 if doing == "raises" else 0)
-    assert not any(_is_there(process) for process in processes)
+    assert not any(is_there(process) for process in processes)
 
 
 @pytest.mark.slow
@@ -180,18 +180,3 @@ def _told(leader: subprocess.Popen[str]) -> list[int]:
     assert line, leader.communicate()[1]
     processes: list[int] = json.loads(line)
     return processes
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, "It takes too long."
-        time.sleep(0.02)
-
-
-def _is_there(process: int, *, or_zombie: bool = True) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return or_zombie or state != "Z"

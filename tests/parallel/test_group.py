@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import rank_follow
 import torch
+from processes import is_there
 
 from kdecode.parallel import launch
 from kdecode.parallel.group import Group
@@ -74,13 +75,9 @@ def test_a_group_has_nothing_that_could_be_left(group: Group) -> None:
 def test_a_closed_group_leaves_no_process() -> None:
     group = launch.start(2, rank_follow.follow)
     processes = group.processes.values()
-    assert all(_is_there(process) for process in processes)
+    assert all(is_there(process) for process in processes)
     begin = time.monotonic()
     group.close()
     group.close()
-    assert not any(_is_there(process) for process in processes)
+    assert not any(is_there(process) for process in processes)
     assert time.monotonic() - begin < 4
-
-
-def _is_there(process: int) -> bool:
-    return Path(f"/proc/{process}").exists() and process != os.getpid()

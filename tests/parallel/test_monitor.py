@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from processes import until
 
 from kdecode.parallel.channel import Notes
 from kdecode.parallel.monitor import Monitor, Pulse
@@ -64,16 +65,9 @@ def _ring(size: int, silent: tuple[int, ...] = ()) -> Iterator[Ring]:
 
 
 def _verdict(monitor: Monitor) -> RankError:
-    _until(lambda: monitor.failure is not None)
+    until(lambda: monitor.failure is not None)
     assert monitor.failure is not None
     return monitor.failure
-
-
-def _until(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline, "It takes too long."
-        time.sleep(0.01)
 
 
 def test_ranks_introduce_themselves_and_stay_whole() -> None:
@@ -205,15 +199,15 @@ def test_time_in_which_this_process_stood_still_is_nobodys_silence(
 def test_a_pulse_is_use_of_a_core() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         pulse = Pulse(busy.pid)
-        _until(pulse.beats)
+        until(pulse.beats)
         busy.send_signal(subprocess.signal.SIGSTOP)  # type: ignore[attr-defined]
-        _until(lambda: not pulse.beats())
+        until(lambda: not pulse.beats())
         assert pulse.is_stopped
         busy.kill()
     assert not pulse.beats()
     with subprocess.Popen(["sleep", "60"]) as idle:
         pulse = Pulse(idle.pid)
-        _until(lambda: not pulse.beats())
+        until(lambda: not pulse.beats())
         time.sleep(0.2)
         assert not pulse.beats()
         idle.kill()

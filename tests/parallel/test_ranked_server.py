@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from processes import until
 from ranked_engines import names_left
 from server_process import running
 from two_hosts import on_two_hosts, require_namespaces
@@ -44,7 +45,7 @@ def _serving(
         assert len(followers) == 1
         with httpx.Client(base_url=url, timeout=60) as client:
             yield process, client, followers
-        _until(lambda: not any(Path(f"/proc/{one}").exists() for one in followers))
+        until(lambda: not any(Path(f"/proc/{one}").exists() for one in followers))
     assert not names_left((*followers, process.pid))
 
 
@@ -141,10 +142,3 @@ def _children(parent: int) -> list[int]:
         if int(state[1]) == parent and b"spawn_main" in command:
             found.append(int(folder.name))
     return found
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s"
-        time.sleep(0.05)

@@ -130,16 +130,29 @@ def _whole(found: list[dict[int, float]], number: int) -> list[dict[int, float]]
     return found if len(found) == number else None
 
 
-async def calibrate(
+async def _scored(
     client: Client, pairs: Sequence[tuple[Request, Reply]], salt: str | None
-) -> Calibration | None:
-    """The server's own replies, scored by itself. None where it does not tell enough."""
-    distances: list[float] = []
+) -> list[tuple[Reply, Sequence[int], list[dict[int, float]]]] | None:
+    """Each reply with its ids and their `score`. None from the first that cannot be scored."""
+    found = []
     for request, reply in pairs:
         ids = reply_ids(reply)
         places = None if ids is None else await score(client, request, ids, salt)
         if ids is None or places is None:
             return None
+        found.append((reply, ids, places))
+    return found
+
+
+async def calibrate(
+    client: Client, pairs: Sequence[tuple[Request, Reply]], salt: str | None
+) -> Calibration | None:
+    """The server's own replies, scored by itself. None where it does not tell enough."""
+    scored = await _scored(client, pairs, salt)
+    if scored is None:
+        return None
+    distances: list[float] = []
+    for reply, ids, places in scored:
         distances += _distances(choices(reply), ids, places)
     return Calibration(len(distances), max(distances)) if distances else None
 
@@ -161,12 +174,11 @@ async def force(
     salt: str | None,
 ) -> ForcedChoices | None:
     """What the candidate would have said instead, at each place of the baseline's replies."""
+    scored = await _scored(client, pairs, salt)
+    if scored is None:
+        return None
     margins: list[float] = []
-    for request, reply in pairs:
-        ids = reply_ids(reply)
-        places = None if ids is None else await score(client, request, ids, salt)
-        if ids is None or places is None:
-            return None
+    for _, ids, places in scored:
         margins += [max(at.values()) - at[t] for t, at in zip(ids, places, strict=True)]
     return ForcedChoices(
         positions=len(margins),

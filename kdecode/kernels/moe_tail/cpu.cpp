@@ -88,11 +88,13 @@ void experts_gate_up(const MoeTailArgs& args, const Groups& groups, Worker& work
   });
 }
 
-void shared_down(const MoeTailArgs& args, Worker& worker) {
+// out = down of the shared experts' product, rounded if Out is bf16.
+template <class Out>
+void shared_down(const MoeTailArgs& args, Out* out, Worker& worker) {
   const Tiles& w = args.shared_down;
   if (w.rows == 0) return;
   const Rows in(args.shared_product, args.rows, w.cols);
-  linear_tiles(w, args.rows, in.at, args.shared, worker);
+  linear_tiles(w, args.rows, in.at, out, worker);
 }
 
 // out[pair] = down of the pair's product, rounded if Out is bf16.
@@ -195,10 +197,7 @@ void sums_of_ranks(const MoeTailArgs& args, const Groups& groups, Worker& worker
   const std::int64_t shared = behind(rows * in_width * std::int64_t{sizeof(float)});
   const bool is_latent = args.latent_up.rows > 0, has_shared = args.shared_down.rows > 0;
   Parts parts(*args.exchange, worker);
-  if (has_shared) {
-    const Rows in(args.shared_product, args.rows, args.shared_down.cols);
-    linear_tiles(args.shared_down, args.rows, in.at, parts.mine<float>(shared), worker);
-  }
+  shared_down(args, parts.mine<float>(shared), worker);
   worker.barrier();
 
   experts_down(args, groups, args.expert_part, worker);
@@ -237,7 +236,7 @@ void moe_tail(const MoeTailArgs& args, Worker& worker) {
   experts_gate_up(args, groups, worker);
   if (args.exchange != nullptr) return sums_of_ranks(args, groups, worker);
   // Independent of the experts: whoever finds no more of their work takes this.
-  shared_down(args, worker);
+  shared_down(args, args.shared, worker);
   worker.barrier();
 
   experts_down(args, groups, args.expert_out, worker);
