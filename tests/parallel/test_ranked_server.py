@@ -73,7 +73,7 @@ def test_a_server_of_two_ranks_serves_and_ends(mini_16_checkpoint: Path) -> None
         ),
     ],
 )
-def test_requests_of_a_broken_group_end_with_500_and_the_server_with_1(
+def test_requests_of_a_broken_group_name_the_rank_and_the_server_ends_with_1(
     tmp_path: Path, mini_16_checkpoint: Path, kind: str, phase: str, words: str
 ) -> None:
     stamp = tmp_path / "stamp"
@@ -81,8 +81,10 @@ def test_requests_of_a_broken_group_end_with_500_and_the_server_with_1(
     with _serving(mini_16_checkpoint, **fault) as (process, client, followers):
         with ThreadPoolExecutor(3) as pool:
             replies = list(pool.map(lambda _: client.post("/v1/completions", json=LONG), range(3)))
+        # 500 ends what was running; what the engine had not taken in yet may be sent again: 503.
+        assert 500 in {reply.status_code for reply in replies}
         for reply in replies:
-            assert reply.status_code == 500
+            assert reply.status_code in (500, 503)
             message = reply.json()["error"]["message"]
             assert f"RankError: Rank 1 of 2 (process {followers[0]}) {words}" in message
         assert process.wait(LIMIT_S) == 1
