@@ -11,7 +11,8 @@ import math
 import os
 import pwd
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -341,7 +342,8 @@ class TorchRun:
     """What torchrun, or whoever takes its place, tells each process that it starts.
 
     host: names the host that the process is on. address, port: where the processes meet.
-    interface: of the network, None for the one by which the address is reached.
+    interface: of the network, None for the one by which the address is reached. local_rank: which
+    of the processes of this host, local_size of them; None where that is not told.
     """
 
     rank: int
@@ -350,12 +352,15 @@ class TorchRun:
     address: str
     port: int
     interface: str | None
+    local_rank: int | None = None
+    local_size: int | None = None
 
 
 def torch_run() -> TorchRun | None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None where RANK or WORLD_SIZE is not set.
 
-    Raises ConfigError where the others are not, or are no numbers.
+    LOCAL_RANK and LOCAL_WORLD_SIZE may be missing. Raises ConfigError where the others are, or for
+    what is no number.
     """
     values = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     if not values["RANK"] or not values["WORLD_SIZE"]:
@@ -370,7 +375,31 @@ def torch_run() -> TorchRun | None:
     host = os.environ.get("GROUP_RANK") or os.uname().nodename
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or None
     rank, size, port = (int(value) for value in values.values())
-    return TorchRun(rank, size, host, address, port, interface)
+    local = {name: os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    for name, value in local.items():
+        if value and not re.fullmatch(r"[0-9]{1,9}", value):
+            raise ConfigError(f"{name} is {shown(value)}; torchrun sets it to a whole number.")
+    local_rank, local_size = (int(value) if value else None for value in local.values())
+    return TorchRun(rank, size, host, address, port, interface, local_rank, local_size)
+
+
+@contextmanager
+def nccl_without_watchdog() -> Iterator[None]:
+    """Groups of NCCL that are made in the block have no thread of torch's that watches them.
+
+    It would end the process where an exchange fails or takes long, before anybody can say whose
+    fault that is. It is set by a variable, which is read when a group is made.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def terminal_draws() -> bool:

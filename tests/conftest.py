@@ -54,11 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU what needs one is not run, and the summary says how much that is."""
-    if torch.cuda.is_available():
-        return
-    chosen = [item for item in items if item.get_closest_marker("gpu") is None]
-    left_out = [item for item in items if item.get_closest_marker("gpu") is not None]
+    """What needs more GPUs than there are is not run, and the summary says how much that is."""
+    found = _num_gpus()
+    chosen = [item for item in items if _gpus_of(item) <= found]
+    left_out = [item for item in items if _gpus_of(item) > found]
     config.hook.pytest_deselected(items=left_out)
     config.stash[_WITHOUT_GPU] = len(left_out)
     items[:] = chosen
@@ -69,7 +68,22 @@ def pytest_terminal_summary(
 ) -> None:
     count = config.stash.get(_WITHOUT_GPU, 0)
     if count:
-        terminalreporter.write_line(f"{count} tests need a GPU and were not run: there is none.")
+        terminalreporter.write_line(
+            f"{count} tests were not run: they need more GPUs than there are here ({_num_gpus()})."
+        )
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _gpus_of(item: pytest.Item) -> int:
+    """How many a test needs: its marker's number, which is 1 where it has none."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return 0
+    (count,) = marker.args or (1,)
+    return int(count)
 
 
 def _made(tmp_path_factory: pytest.TempPathFactory, preset: str) -> Path:

@@ -49,3 +49,9 @@ def wait_for(device: str) -> None:
     """Returns when the device has done all that it was given."""
     if device != "cpu":
         torch.cuda.synchronize(device)
+
+
+def adopt_device(device: str) -> None:
+    """Makes a CUDA device the current one of this process, for a process that has no other."""
+    if device != "cpu":
+        torch.cuda.set_device(device)

@@ -159,7 +159,8 @@ class StepRunner:
                 self._plans = self._build_plans(self.deployment, draft)
         # The standard plan's graphs, by rows.
         self._recorded: dict[int, DecodePlan] = {}
-        if engine.decode_backend == "auto" and has_triton(engine.device):
+        # Of several ranks a step has exchanges, which nobody has recorded yet.
+        if engine.decode_backend == "auto" and has_triton(engine.device) and link is None:
             with on_device(engine.device):
                 self._recorded = self._record_standard(draft)
         plans = (self._standard, *self._plans.values(), *self._recorded.values())

@@ -47,7 +47,7 @@ class Agreement:
         """Every rank calls it behind the same step. Raises DisagreementError on rank 0, which ends
         the others."""
         ends = accumulate(len(request.token_ids) for request in batch.requests)
-        rows = prefix[[end - 1 for end in ends]].contiguous().view(torch.uint8)
+        rows = prefix[[end - 1 for end in ends]].cpu().contiguous().view(torch.uint8)
         digest = zlib.crc32(rows.numpy().tobytes(), self._told)
         digests = self._gather(torch.tensor([[digest]], dtype=torch.int64)).flatten().tolist()
         odd = odd_ranks(digests)

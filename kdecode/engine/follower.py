@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from kdecode.cache.mirror import (
 )
 from kdecode.cache.state_store import StatePlaces
 from kdecode.config import EngineConfig
+from kdecode.decode.device import adopt_device
 from kdecode.decode.rank_link import Compare, RankLink
 from kdecode.decode.runner import StepRunner
 from kdecode.engine.agreement import Agreement
@@ -54,6 +56,9 @@ class Follower:
     """One rank's share of a model. engine: a resolved configuration."""
 
     def __init__(self, group: Group, directory: Path, engine: EngineConfig) -> None:
+        engine = replace(engine, device=group.device_of(engine.device))
+        adopt_device(engine.device)
+        group.use_device(engine.device)
         reader = CheckpointReader(directory, ranks=group.ranks)
         packed = pack_model(reader, trunk_format(engine), device=engine.device, isa=engine.isa)
         # Rows of a draft are on rank 0 alone, but count there, so that both have as many pages.
@@ -64,8 +69,9 @@ class Follower:
         self.places: StatePlaces | None = None
         if engine.enable_prefix_caching:
             self.places = StatePlaces(self.caches, num_states(packed.config, engine))
+        self._group = group
         self._agreement = (
-            Agreement(group.ranks, group.exchange.gather) if engine.check_ranks else None
+            Agreement(group.ranks, group.control.gather) if engine.check_ranks else None
         )
         link = RankLink(group.ranks, group.exchange, group.shared, self._around_step)
         self.runner = StepRunner(
@@ -101,3 +107,4 @@ class Follower:
                 self._agreement.compare(batch, prefix)
 
         yield compare
+        self._group.settle()

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 
-def hardware(device: str) -> dict[str, Any]:
-    """Model and number of the devices behind `device`; a CPU counts as one."""
+def hardware(device: str, num_ranks: int = 1) -> dict[str, Any]:
+    """Model and number of the devices behind `device`; a CPU counts as one.
+
+    num_ranks: that share a model, on CUDA a device each.
+    """
     if torch.device(device).type == "cuda":
-        return {"name": torch.cuda.get_device_name(device), "count": 1}
+        return {"name": torch.cuda.get_device_name(device), "count": num_ranks}
     return {"name": cpu_name(cpu_fields()), "count": 1}
 
 

@@ -35,15 +35,16 @@ log = logging.getLogger(__name__)
 class Leader:
     """The others, as rank 0 sees them. failure: what broke the group; None while it is whole.
 
-    num_steps: that were begun on all ranks. processes: of the other ranks.
+    device: of this rank. num_steps: that were begun on all ranks. processes: of the other ranks.
     """
 
     def __init__(self, group: Group, engine: EngineConfig) -> None:
         self.failure: RankError | None = None
         self._group = group
         self._agreement = (
-            Agreement(group.ranks, group.exchange.gather) if engine.check_ranks else None
+            Agreement(group.ranks, group.control.gather) if engine.check_ranks else None
         )
+        self.device = group.device_of(engine.device)
         self.num_steps = 0
         self.processes = dict(group.processes)
 
@@ -74,6 +75,7 @@ class Leader:
         try:
             self._send(RunStep(batch))
             yield lambda prefix: self._compare(batch, prefix)
+            self._group.settle()
         except BaseException as error:
             self._fail(self._named(error, batch))
             # An interrupt stays one for its caller; the steps after it are told why they break.
@@ -175,4 +177,9 @@ def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> L
                 f"{ranks.size} ranks are on {group.num_hosts} hosts."
             ]
         )
+    try:
+        group.use_device(group.device_of(engine.device))
+    except BaseException:
+        group.close()
+        raise
     return Leader(group, engine)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from kdecode.cache.budget import engine_cache_size
-from kdecode.config import ConfigError, EngineConfig, ModelConfig
+from kdecode.config import ConfigError, EngineConfig, ModelConfig, torch_run
 from kdecode.decode import latency_specialized
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.runner import check_processor, deployment_of, resolve
@@ -35,7 +35,7 @@ def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
         engine,
         lambda: check_context(config, engine),
         lambda: check_processor(engine),
-        lambda: check_device(engine.device),
+        lambda: check_devices(engine),
         lambda: check_cache_scales(reader, engine),
         lambda: check_draft(config, engine),
     )
@@ -57,10 +57,10 @@ def refuse_ranks(config: ModelConfig, engine: EngineConfig) -> list[str]:
     if size == 1:
         return []
     reasons = refuse_division(config, size)
-    if engine.device != "cpu":
+    if engine.device.startswith("cuda:"):
         reasons.append(
-            f"tensor_parallel_size is {size} and device {engine.device!r}; ranks exchange values "
-            "on the CPU only: set device to 'cpu', or tensor_parallel_size to 1."
+            f"tensor_parallel_size is {size} and device {engine.device!r}; each rank has a GPU of "
+            "its own, the first of a host cuda:0: set device to 'cuda'."
         )
     if engine.changes_weights:
         reasons.append(
@@ -107,6 +107,33 @@ def check_device(device: str) -> None:
     count = torch.cuda.device_count()
     if index and int(index) >= count:
         raise ConfigError(f"device is {device!r}; there are {count} CUDA devices, from cuda:0 on.")
+
+
+def check_devices(engine: EngineConfig) -> None:
+    """Raises ConfigError unless each rank of this host can use a device of its own now."""
+    check_device(engine.device)
+    size = engine.tensor_parallel_size
+    if size == 1 or engine.device == "cpu":
+        return
+    run = torch_run()
+    here = size if run is None else run.local_size
+    if here is None:
+        raise ConfigError(
+            "LOCAL_WORLD_SIZE is not set, by which the GPUs of a host are counted; torchrun sets "
+            "it where it sets WORLD_SIZE."
+        )
+    found = torch.cuda.device_count()
+    if here > found:
+        raise ConfigError(
+            f"tensor_parallel_size is {size} and device {engine.device!r}; each of the {here} "
+            f"ranks on this host needs a GPU of its own, and torch finds {found}."
+        )
+    # Here, because a rank that is alone needs nothing of what ranks exchange values through.
+    from kdecode.parallel import nccl
+
+    reasons = nccl.refuse()
+    if reasons:
+        raise ConfigError(" ".join(reasons))
 
 
 def check_cache_scales(reader: CheckpointReader, engine: EngineConfig) -> None:

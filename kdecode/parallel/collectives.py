@@ -1,28 +1,32 @@
-"""The exchange of the standard forward: torch.distributed's gloo, on one host or several.
+"""The exchange of the standard forward through torch.distributed, on one host or several.
 
-Owns how `Exchange`'s functions are made of gloo's collectives, and that a wait for the other
-ranks is bounded and ends with the name of the one at fault. gloo only moves bytes: sums are added
-here, in the order of the ranks, so that every rank has the same bits. Does not know how the ranks
-came to be.
+Owns how `Exchange`'s functions are made of collectives that only move bytes: sums are added here,
+in the order of the ranks, so that every rank has the same bits, whatever moves them. Values of the
+host go over gloo, whose waits are bounded and end with the name of the rank at fault; those of GPUs
+over NCCL (`nccl.py`). Does not know how the ranks came to be.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
+from kdecode.parallel.exchange_table import one_hop_bytes
 from kdecode.parallel.ranks import RankError, Ranks
+
+Made = TypeVar("Made")
 
 # How long a wait lasts before it looks whether the group is still whole.
 _LOOK = timedelta(seconds=0.05)
-# What a rank hands out at most to add in one exchange: above it, bytes take longer than a hop.
-_FEW_BYTES = 2 << 20
 
 
 class Watch(Protocol):
@@ -50,18 +54,42 @@ def connect(
     return ProcessGroupGloo(store, ranks.rank, ranks.size, options)
 
 
-class GlooExchange:
-    """See `kernels.contract.Exchange`.
+def watched(watch: Watch, make: Callable[[], Made]) -> Made:
+    """What ``make`` returns; it cannot be interrupted, so that the group may break meanwhile.
+
+    Raises RankError then, and where ``make`` fails.
+    """
+    made: list[Made] = []
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+        is_over.set()
+
+    threading.Thread(target=run, name="kdecode-connect", daemon=True).start()
+    while not is_over.wait(_LOOK.total_seconds()):
+        watch.check()
+    if errors:
+        raise watch.blame(errors[0]) from errors[0]
+    return made[0]
+
+
+class GroupExchange(ABC):
+    """See `kernels.contract.Exchange`; how bytes are moved is a subclass's.
 
     number: exchanges that this rank has begun. patience_s: how long a rank is awaited that is
     alive; less than the group's own timeout.
     """
 
-    def __init__(
-        self, group: ProcessGroupGloo, ranks: Ranks, watch: Watch, patience_s: float
-    ) -> None:
+    transport: str
+
+    def __init__(self, group: Any, ranks: Ranks, watch: Watch, patience_s: float) -> None:
         self.number = 0
-        self._group: ProcessGroupGloo | None = group
+        self._group: Any = group
         self._ranks = ranks
         self._watch = watch
         self._patience_s = patience_s
@@ -71,14 +99,14 @@ class GlooExchange:
         rank adds one piece and gives its sum to the others, which is two of fewer bytes."""
         if part.dtype != torch.float32:
             raise ValueError(f"A part of a sum is {part.dtype}; it must be float32.")
-        if part.nbytes * self._ranks.size <= _FEW_BYTES:
-            return _added(self._every(part)).view(part.shape)
         size, total = self._ranks.size, part.numel()
+        if part.nbytes * size <= one_hop_bytes(self.transport):
+            return self._added(self._every(part)).view(part.shape)
         piece = -(-total // size)
         # Pieces are equal, so that the last may reach beyond the end.
-        pieces = torch.zeros(size, piece)
+        pieces = torch.zeros(size, piece, device=part.device)
         pieces.view(-1)[:total] = part.reshape(-1)
-        whole = self._every(_added(self.swap(pieces)))
+        whole = self._every(self._added(self.swap(pieces)))
         return whole.view(-1)[:total].view(part.shape)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -90,19 +118,55 @@ class GlooExchange:
         """Bytes are moved, whatever the numbers are."""
         parts = parts.contiguous()
         mine = torch.empty_like(parts)
-        given, taken = (tensor.view(-1).view(torch.uint8) for tensor in (parts, mine))
-        self._exchange(taken, given)
+        self._exchange("alltoall_base", _bytes_of(mine), _bytes_of(parts), [], [])
         return mine
 
-    def _every(self, part: Tensor) -> Tensor:
-        """[size, numbers]: of each rank its part, handed from each to each.
-
-        In one hop, where gloo's all-gather goes around the ranks one by one.
-        """
-        return self.swap(part.reshape(1, -1).expand(self._ranks.size, -1))
-
+    @abstractmethod
     def close(self) -> None:
         """Gives the connections back. Waits for what is under way."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Gives up connections whose exchanges may never end."""
+
+    def _added(self, parts: Tensor) -> Tensor:
+        """[size, numbers] fp32, added in the order of the ranks, rounded once: bf16 [numbers]."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total.to(torch.bfloat16)
+
+    @abstractmethod
+    def _every(self, part: Tensor) -> Tensor:
+        """[size, numbers]: of each rank its part."""
+
+    @abstractmethod
+    def _wait(self, work: Any) -> None:
+        """Until what was moved can be used. Raises RankError, and RuntimeError for an exchange that
+        failed."""
+
+    def _exchange(self, how: str, *given: Any) -> None:
+        """Raises RankError with the rank at fault where another rank does not take part."""
+        # First: what gives it up has broken the group before.
+        group = self._group
+        self._watch.check()
+        if group is None:
+            raise RuntimeError("The group of this exchange is closed.")
+        self.number += 1
+        try:
+            self._wait(getattr(group, how)(*given))
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.blame(error) from error
+
+
+class GlooExchange(GroupExchange):
+    """Of tensors on the host."""
+
+    transport = "gloo"
+
+    def close(self) -> None:
         self._group = None
 
     def abandon(self) -> None:
@@ -115,20 +179,9 @@ class GlooExchange:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None
 
-    def _exchange(self, taken: Tensor, given: Tensor) -> None:
-        """Raises RankError with the rank at fault where another rank does not take part."""
-        self._watch.check()
-        if self._group is None:
-            raise RuntimeError("The group of this exchange is closed.")
-        self.number += 1
-        group: Any = self._group
-        work = group.alltoall_base(taken, given, [], [])
-        try:
-            self._wait(work)
-        except RankError:
-            raise
-        except RuntimeError as error:
-            raise self._watch.blame(error) from error
+    def _every(self, part: Tensor) -> Tensor:
+        """Handed from each to each: in one hop, where gloo's all-gather goes around the ranks."""
+        return self.swap(part.reshape(1, -1).expand(self._ranks.size, -1))
 
     def _wait(self, work: Any) -> None:
         begin = time.monotonic()
@@ -146,9 +199,5 @@ class GlooExchange:
                 raise RuntimeError(f"The others did not come within {self._patience_s:g} s.")
 
 
-def _added(parts: Tensor) -> Tensor:
-    """[numbers] bf16: the sum of [size, numbers] fp32 in the order of the ranks, rounded once."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(torch.bfloat16)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -11,9 +11,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
+
+from kdecode.config import ConfigError
 from kdecode.parallel.channel import ChannelClosedError, Receiver, Sender
-from kdecode.parallel.collectives import GlooExchange
-from kdecode.parallel.monitor import Monitor
+from kdecode.parallel.collectives import GlooExchange, GroupExchange
+from kdecode.parallel.monitor import PATIENCE, Monitor
 from kdecode.parallel.ranks import RankError, Ranks
 
 # How long followers of a whole group may take to carry out what was sent before the end.
@@ -23,9 +26,12 @@ _LAST_OPERATIONS_S = 5.0
 class Group:
     """One rank's end of a group.
 
-    exchange: of the standard forward. shared: the native exchange, None across hosts and where it
-    was not asked for. processes: of the ranks that this one watches; followers watch rank 0.
-    end_followers: ends the processes that this one has started, None where it has none.
+    control: the exchange of values on the host. exchange: that of the standard forward, between
+    GPUs behind `use_device`. shared: the native exchange, None across hosts and where it was not
+    asked for. store: where the ranks find each other. local_index: of this process among those of
+    its host, None where nobody tells. processes: of the ranks that this one watches; followers
+    watch rank 0. end_followers: ends the processes that this one has started, None where it has
+    none.
     """
 
     def __init__(
@@ -34,16 +40,22 @@ class Group:
         channel: Sender | Receiver,
         exchange: GlooExchange,
         shared: Any,
+        store: Store,
         num_hosts: int,
+        local_index: int | None,
         end_followers: Callable[[float], None] | None,
     ) -> None:
         self.ranks: Ranks = monitor.ranks
         self.num_hosts = num_hosts
-        self.exchange = exchange
+        self.control = exchange
+        self.exchange: GroupExchange = exchange
         self.shared = shared
         self.processes = monitor.processes
         self._monitor = monitor
         self._channel = channel
+        self._store = store
+        self._local_index = local_index
+        self._settle: Callable[[], None] | None = None
         self._end_followers = end_followers
         self._closing = threading.Lock()
         self._is_closed = False
@@ -92,6 +104,44 @@ class Group:
 
     # Every rank.
 
+    def device_of(self, device: str) -> str:
+        """This rank's own of the devices of its host: "cpu", or of "cuda" the GPU of its number.
+
+        Raises ConfigError where its number is not known.
+        """
+        if device == "cpu":
+            return device
+        if self._local_index is None:
+            raise ConfigError(
+                "LOCAL_RANK is not set, by which a rank knows its GPU; torchrun sets it where it "
+                "sets RANK."
+            )
+        return f"cuda:{self._local_index}"
+
+    def use_device(self, device: str) -> None:
+        """From here on the values of the standard forward are on this rank's own device.
+
+        Every rank calls it before it exchanges any. Raises RankError.
+        """
+        if device == "cpu":
+            return
+        from kdecode.parallel import nccl
+
+        control, monitor = self.control, self._monitor
+        exchange = nccl.exchange_between(
+            self._store, self.ranks, device, monitor, PATIENCE * monitor.timeout_s
+        )
+        self.exchange, self._settle = exchange, exchange.settle
+        monitor.progress = lambda: control.number + exchange.number
+        # Kernels of a broken group would wait for ever, and the host for them.
+        monitor.on_failure(lambda error: exchange.abandon())
+
+    def settle(self) -> None:
+        """Returns when what this rank's device was given is done. Raises RankError where another
+        rank keeps it from that."""
+        if self._settle is not None:
+            self._settle()
+
     def check(self) -> None:
         """Raises RankError where the group is broken: a rank died, failed or stands still."""
         self._monitor.check()
@@ -125,7 +175,8 @@ class Group:
             self._end_followers(_LAST_OPERATIONS_S if is_whole else 0.0)
         self._monitor.close()
         # Last: gloo waits for exchanges that are under way, which the ends of processes have ended.
-        if is_whole or self._end_followers is not None:
-            self.exchange.close()
-        else:
-            self.exchange.abandon()
+        for exchange in dict.fromkeys((self.exchange, self.control)):
+            if is_whole or self._end_followers is not None:
+                exchange.close()
+            else:
+                exchange.abandon()

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from kdecode.config import ConfigError, torch_run
 from kdecode.parallel import hosts
 from kdecode.parallel.channel import Receiver, Sender
-from kdecode.parallel.collectives import GlooExchange, connect
+from kdecode.parallel.collectives import GlooExchange, connect, watched
 from kdecode.parallel.followers import Followers
 from kdecode.parallel.group import Group
 from kdecode.parallel.hosts import Line
@@ -35,7 +35,6 @@ from kdecode.parallel.ranks import RankError, Ranks
 
 # What a follower does with its life: module level, so that it can be named to another process.
 Follow = Callable[..., None]
-Made = TypeVar("Made")
 
 _LOOPBACK = "127.0.0.1"
 # How long a follower of a broken group may take to notice, before its process is ended.
@@ -56,11 +55,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Place:
-    """How a rank is reached by the others: its host, and its address for gloo."""
+    """How a rank is reached by the others: its host, and its address for gloo.
+
+    index: among the ranks of its host, None where nobody tells.
+    """
 
     host: str
     address: str
     interface: str | None = None
+    index: int | None = None
 
 
 def start(
@@ -94,7 +97,8 @@ def start(
         )
     ranks = Ranks(run.rank, run.size)
     store = hosts.meet(start_timeout_s)
-    place = _Place(run.host, hosts.own_address(run.address, run.port), run.interface)
+    address = hosts.own_address(run.address, run.port)
+    place = _Place(run.host, address, run.interface, run.local_rank)
     if ranks.is_leader:
         lines = hosts.accept(store, ranks, place.address, start_timeout_s)
         return _lead(ranks, lines, store, place, settings)
@@ -129,7 +133,7 @@ def _spawn(size: int, follow: Follow, args: Sequence[Any], settings: Settings) -
         followers.start()
         for line in ends.values():
             line.close()
-        place = _Place("", _LOOPBACK)
+        place = _Place("", _LOOPBACK, index=0)
         return _lead(Ranks(0, size), lines, store, place, settings, followers)
     except BaseException:
         followers.end(0)
@@ -201,7 +205,8 @@ def _run_follower(
     """The main function of a spawned process."""
     _die_with(parent)
     store = TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False)
-    _live(ranks, line, store, _Place("", _LOOPBACK), settings, follow, args)
+    place = _Place("", _LOOPBACK, index=ranks.rank)
+    _live(ranks, line, store, place, settings, follow, args)
     _exit(0)
 
 
@@ -277,7 +282,7 @@ def _assemble(
 ) -> Group:
     """Connects this rank with all others, when every process is there. Raises RankError."""
     patience_s = PATIENCE * settings.timeout_s
-    connections = _watched(
+    connections = watched(
         monitor,
         lambda: connect(
             PrefixStore("kdecode", store),
@@ -303,25 +308,13 @@ def _assemble(
         )
     # Nobody goes on before all are connected, and have what rank 0 offers for a while only.
     exchange.gather(torch.zeros(1, 1))
-    return Group(monitor, channel, exchange, shared, facts["num_hosts"], end_followers)
-
-
-def _watched(monitor: Monitor, make: Callable[[], Made]) -> Made:
-    """What ``make`` returns; it cannot be interrupted, so that the group may break meanwhile."""
-    made: list[Made] = []
-    errors: list[BaseException] = []
-    is_over = threading.Event()
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:
-            errors.append(error)
-        is_over.set()
-
-    threading.Thread(target=run, name="kdecode-connect", daemon=True).start()
-    while not is_over.wait(0.05):
-        monitor.check()
-    if errors:
-        raise monitor.blame(errors[0]) from errors[0]
-    return made[0]
+    return Group(
+        monitor,
+        channel,
+        exchange,
+        shared,
+        PrefixStore("kdecode-devices", store),
+        facts["num_hosts"],
+        place.index,
+        end_followers,
+    )

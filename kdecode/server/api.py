@@ -90,7 +90,8 @@ def config_fingerprint(llm: LLM) -> dict[str, Any]:
     config = llm.resolved_config()
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()[:16]
-    return {"digest": digest, "config": config, "hardware": hardware(config["device"])}
+    found = hardware(config["device"], config["tensor_parallel_size"])
+    return {"digest": digest, "config": config, "hardware": found}
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

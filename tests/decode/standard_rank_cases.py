@@ -41,6 +41,7 @@ class Setting:
     cache_dtype: str = "bf16"
     page_tokens: int = PAGE_TOKENS
     interleave: int | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,17 @@ def run_steps(
 ) -> Outcome:
     """batches: other steps than `steps`."""
     reader = CheckpointReader(directory, ranks=ranks)
-    packed = pack_model(reader, setting.trunk)
+    packed = pack_model(reader, setting.trunk, device=setting.device)
     engine = EngineConfig(
-        page_tokens=setting.page_tokens, max_context_tokens=400, cache_dtype=setting.cache_dtype
+        device=setting.device,
+        page_tokens=setting.page_tokens,
+        max_context_tokens=400,
+        cache_dtype=setting.cache_dtype,
     )
     context = WHOLE if setting.interleave is None else ContextShare(ranks, setting.interleave)
     caches = Caches.allocate(
         reader.config,
-        "cpu",
+        setting.device,
         NUM_SLOTS,
         NUM_PAGES,
         setting.page_tokens,

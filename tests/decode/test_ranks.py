@@ -7,7 +7,6 @@ logits and caches agree as two backends do; what every rank has of a value is th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.plan import DecodePlan
-from kdecode.kernels import table
-from kdecode.kernels.contract import Problem
 from kdecode.model.layout import TrunkFormat
 from kdecode.model.outline import outline_model
 from kdecode.model.presets import PRESETS, released_config
@@ -115,14 +112,3 @@ def test_a_plan_names_what_its_steps_exchange() -> None:
 def test_a_plan_of_several_ranks_needs_an_exchange(mini_16_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="runs with an exchange; this one has none"):
         run_steps(mini_16_checkpoint, Setting(), Ranks(0, 4), None)
-
-
-def test_kernels_that_exchange_nothing_are_not_taken() -> None:
-    config = ModelConfig.from_checkpoint(released_config(PRESETS["mini-16"]))
-    one = Problem(config, 1, None, 1, "cuda", "bf16", PAGE_TOKENS, 96, "", arch="sm_90")
-    for op in ("route", "experts"):
-        triton = table.implementation(op, "triton")
-        assert triton.refuse(one) == []
-        assert triton.refuse(replace(one, ranks=Ranks(0, 4))) == [
-            "The Triton kernels exchange nothing with other ranks, and there are 4."
-        ]

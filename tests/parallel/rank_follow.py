@@ -31,6 +31,13 @@ def carry_out(group: Group, name: str, *args: Any) -> torch.Tensor | None:
     if name == "gather":
         # Rows that do not lie behind one another.
         return group.exchange.gather(columns_of(group.ranks.rank, *args).T.contiguous().T)
+    if name == "use the GPU":
+        group.use_device(group.device_of("cuda"))
+        return None
+    if name == "reduce on the GPU":
+        found = group.exchange.reduce(part_of(group.ranks.rank, *args).to(group.device_of("cuda")))
+        group.settle()
+        return found.cpu()
     if name == "swap":
         return group.exchange.swap(pieces_of(group.ranks.rank, group.ranks.size))
     if name == "fault":

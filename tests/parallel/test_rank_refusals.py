@@ -52,16 +52,16 @@ def test_every_part_that_cannot_be_divided_is_named(mini_16_checkpoint: Path) ->
 
 
 @pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
-def test_ranks_are_of_the_cpu(mini_16_checkpoint: Path, backend: Any) -> None:
+def test_a_gpu_by_its_number_is_one_ranks(mini_16_checkpoint: Path, backend: Any) -> None:
     with pytest.raises((ConfigError, BackendRefusedError)) as raised:
         LLM(
             mini_16_checkpoint,
             decode_backend=backend,
-            device="cuda",
+            device="cuda:1",
             tensor_parallel_size=2,
             **SMALL,
         )
-    assert "tensor_parallel_size is 2 and device 'cuda'; ranks exchange values on the CPU only" in (
+    assert "tensor_parallel_size is 2 and device 'cuda:1'; each rank has a GPU of its own" in (
         str(raised.value)
     )
 
@@ -132,6 +132,7 @@ class LostLeader:
     """Of a group whose other rank has died while this one packs."""
 
     ranks = Ranks(0, 2)
+    device = "cpu"
     is_closed = False
 
     def check(self) -> None:

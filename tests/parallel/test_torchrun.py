@@ -23,7 +23,8 @@ LIMIT_S = 120.0
 
 
 def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    for name in (*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert torch_run() is None
@@ -37,6 +38,12 @@ def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_RANK", "3")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     assert torch_run() == TorchRun(1, 4, "3", "10.0.0.1", 29500, "eth1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert torch_run() == TorchRun(1, 4, "3", "10.0.0.1", 29500, "eth1", 0, 2)
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 'first'"):
+        torch_run()
     monkeypatch.setenv("WORLD_SIZE", "four")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'four'"):
         torch_run()

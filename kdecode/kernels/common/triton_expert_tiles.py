@@ -70,13 +70,16 @@ def tile_launches(
     choice: Choice,
     out: Tensor,
 ) -> Iterator[Launch]:
-    """source [R, side] bf16 -> out [R, side] bf16, to be run one after the other."""
+    """source [R, side] bf16 -> out [R, side], to be run one after the other.
+
+    out: bf16, or fp32 for sums of which nothing is rounded, nor the outputs of single experts.
+    """
     moe, side, rows = config.moe, expert_side(config), source.shape[0]
     width, slots = moe.expert_width, (rows, moe.top_k)
     ids = tensor_for(choice.ids, torch.int32, slots, name="route_ids")
     tiles = sort_pairs(ids, moe.num_experts)
     product = source.new_empty(*slots, width)
-    outputs = source.new_empty(*slots, side)
+    outputs = source.new_empty(*slots, side, dtype=out.dtype)
     common = {"order": tiles.order, "bounds": tiles.bounds, "ends": tiles.ends}
     constants = {
         "TOP_K": moe.top_k,
@@ -102,7 +105,7 @@ def tile_launches(
         "outputs": outputs,
         "ids": ids,
         "weights": tensor_for(choice.weights, torch.float32, slots, name="route_weights"),
-        "out": tensor_for(out, BF16, (rows, side), name="expert_sum"),
+        "out": tensor_for(out, out.dtype, (rows, side), name="expert_sum"),
     }
     sizes = {"TOP_K": moe.top_k, "EXPERTS": moe.num_experts, "SIDE": side}
     block = min(_SUM_COLUMNS, triton.next_power_of_2(side))
@@ -214,7 +217,8 @@ def expert_down_tiles(
         at = pair.to(tl.int64) * INNER
         sums = many_products(x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K, IS_CODED)
         inside = has_row[None, :] & (n < SIDE)[:, None]
-        tl.store(out + pair.to(tl.int64)[None, :] * SIDE + n[:, None], to_bf16(sums), mask=inside)
+        place_out = out + pair.to(tl.int64)[None, :] * SIDE + n[:, None]
+        tl.store(place_out, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -232,4 +236,4 @@ def expert_sums(
     n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     held = tl.minimum(n, SIDE - 1)
     total = weighted_sums(outputs, ids, weights, row, row >= 0, held, TOP_K, EXPERTS, SIDE)
-    tl.store(out + row * SIDE + n, to_bf16(total), mask=n < SIDE)
+    tl.store(out + row * SIDE + n, total.to(out.dtype.element_ty), mask=n < SIDE)

@@ -118,15 +118,6 @@ def plan_rows(problem: Problem) -> int:
     return problem.rows
 
 
-def refuse_ranks(problem: Problem) -> list[str]:
-    """Of ops whose result several ranks would have to exchange."""
-    if problem.ranks.is_alone:
-        return []
-    return [
-        f"The Triton kernels exchange nothing with other ranks, and there are {problem.ranks.size}."
-    ]
-
-
 def refuse_plan_rows(problem: Problem) -> list[str]:
     """Reasons that concern the number of rows."""
     if problem.rows is None:

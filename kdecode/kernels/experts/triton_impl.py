@@ -1,7 +1,9 @@
 """experts in Triton, for any number of rows: grouped by expert on the device, nothing waits.
 
 Up to 64 rows take the launches of a CUDA plan, more the tiles of sorted pairs. Nothing is read on
-the host, so a run can be recorded in a CUDA graph.
+the host, so a run can be recorded in a CUDA graph. Of several ranks each has some columns of every
+expert: its weighted sums are one part of theirs, no expert's output is rounded on its own, and any
+number of rows takes the tiles.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ from kdecode.kernels.common.triton_expert_down import (
 )
 from kdecode.kernels.common.triton_expert_tiles import tile_launches
 from kdecode.kernels.common.triton_expert_up import up_launch
-from kdecode.kernels.common.triton_launch import ROW_BLOCKS, refuse_ranks
+from kdecode.kernels.common.triton_launch import ROW_BLOCKS
 from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.linear.ranked import exchange_of
 
 _MOST_PLAN_ROWS = ROW_BLOCKS[-1]
 
 
 def refuse(problem: Problem) -> list[str]:
     """Every reason why this problem cannot run."""
-    return refuse_ranks(problem)
+    return []
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
@@ -41,7 +44,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
         num_counters(problem.config), dtype=torch.int32, device=weights.router_bias.device
     )
     stack = ExpertStack.of(weights.experts)
-    return _Experts(problem.config, problem.arch, stack, counters, buffers)
+    kind = _Experts if problem.ranks.is_alone else _PartExperts
+    return kind(problem.config, problem.arch, stack, counters, buffers)
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,15 @@ class _Experts:
             gathering = Gathering(source.new_empty(*slots, expert_side(config)), self.counters)
         up_launch(config, self.arch, self.stack, source, choice.ids, product).run()
         down_launch(config, self.arch, self.stack, product, choice, out, gathering).run()
+
+
+@dataclass(frozen=True)
+class _PartExperts(_Experts):
+    def run(self) -> None:
+        source = self.buffers[expert_input(self.config)]
+        choice = Choice(self.buffers["route_ids"], self.buffers["route_weights"])
+        part = torch.empty_like(source, dtype=torch.float32)
+        if source.shape[0]:
+            for launch in tile_launches(self.config, self.arch, self.stack, source, choice, part):
+                launch.run()
+        self.buffers["expert_sum"] = exchange_of(self.buffers).reduce(part)

@@ -1,4 +1,7 @@
-"""route with the choice in Triton: one product of torch, one launch of a program a row."""
+"""route with the choice in Triton: one product of torch, one launch of a program a row.
+
+Of several ranks each has some experts' logits, and all choose among all.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ import torch
 from torch import Tensor
 
 from kdecode.config import MoeConfig
-from kdecode.kernels.common.triton_launch import refuse_ranks
 from kdecode.kernels.common.triton_route import refuse_choice, route_launch
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.linear.product import Linear, make_linear
+from kdecode.kernels.linear.product import Linear
+from kdecode.kernels.linear.ranked import make_gathered
 
 
 def refuse(problem: Problem) -> list[str]:
     """Every reason why this problem cannot run."""
-    return refuse_ranks(problem) + refuse_choice(problem.config.moe)
+    return refuse_choice(problem.config.moe)
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    scores = make_linear(weights.router, buffers.products, torch.float32)
+    scores = make_gathered(weights.router, problem, buffers, torch.float32)
     return _Route(scores, weights.router_bias, problem.config.moe, buffers)
 
 

@@ -1,4 +1,5 @@
-"""Compiles the experts of the standard path at one rank's share of Kimi K3, in its own process.
+"""Compiles what the standard path has in Triton for the experts of one rank's share of Kimi K3, and
+for the sums of ranks, in its own process.
 
 In pytest's process Triton may be the interpreter, which has no compiler. Arguments: the folder of
 kept results, then architectures. Prints one JSON document: a line a kernel and size of tiles.
@@ -21,6 +22,7 @@ from kdecode.kernels.common.triton_compile import compile_all, compile_job
 from kdecode.kernels.common.triton_expert_down import Choice
 from kdecode.kernels.common.triton_expert_tiles import tile_launches
 from kdecode.kernels.common.triton_launch import Launch
+from kdecode.kernels.common.triton_rank_sum import sum_launch
 from kdecode.kernels.common.triton_route import route_launch
 from kdecode.model.layout import PackedMoe
 from kdecode.model.outline import outline_model
@@ -42,9 +44,15 @@ def launches(arch: str) -> Iterator[Launch]:
         weights = ids.new_empty(ids.shape, dtype=torch.float32)
         source = ids.new_empty(rows, moe.latent_width, dtype=torch.bfloat16)
         choice = Choice(ids, weights)
-        yield from tile_launches(config, arch, stack, source, choice, torch.empty_like(source))
+        # Of one rank, and of several, which add up what is not rounded.
+        for dtype in (torch.bfloat16, torch.float32):
+            out = torch.empty_like(source, dtype=dtype)
+            yield from tile_launches(config, arch, stack, source, choice, out)
         logits = weights.new_empty(rows, moe.num_experts)
         yield route_launch(moe, logits, mixture.router_bias, ids, weights)
+    for size in (2, 16):
+        parts = weights.new_empty(size, config.hidden_size)
+        yield sum_launch(parts, parts.new_empty(config.hidden_size, dtype=torch.bfloat16))
 
 
 def main(folder: Path, archs: list[str]) -> None:

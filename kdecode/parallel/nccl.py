@@ -1,0 +1,158 @@
+"""Values between the GPUs of several ranks: torch.distributed's NCCL, a GPU a rank.
+
+NCCL moves bytes only, as gloo does for the host, so that sums have the same order and the same bits
+(`collectives.py`). The host is not held up by an exchange: NCCL's kernels wait for the other ranks
+on the device. Owns the bound of that, in place of torch's own watchdog, which would end the process
+without a name: where a step does not go on, or the group breaks, the connections are aborted, upon
+which kernels that wait in vain end. Their values mean nothing, so that the end of every step asks
+whether it was a whole one. Not torch's default group, which belongs to the process that embeds the
+engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import Store
+
+from kdecode.config import nccl_without_watchdog
+from kdecode.parallel.collectives import GroupExchange, Watch, watched
+from kdecode.parallel.ranks import Ranks
+
+# How often it is looked whether a step goes on, at most and as a part of the bound.
+_LOOK_S, _LOOKS = 0.5, 10
+
+
+def refuse() -> list[str]:
+    """Why this torch has no exchange between GPUs."""
+    if distributed.is_available() and distributed.is_nccl_available():
+        return []
+    return [
+        f"Ranks exchange values between GPUs through NCCL, which torch {torch.__version__} here "
+        "was built without; install a torch build for CUDA."
+    ]
+
+
+def connect(store: Store, ranks: Ranks, device: str, timeout_s: float) -> Any:
+    """NCCL's group of all ranks, of which each has a GPU; its connections come with the first
+    exchange. device: this rank's. timeout_s: for finding each other, and for an abort."""
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with torch.cuda.device(device), nccl_without_watchdog():
+        return ProcessGroupNCCL(store, ranks.rank, ranks.size, options)
+
+
+def exchange_between(
+    store: Store, ranks: Ranks, device: str, watch: Watch, patience_s: float
+) -> NcclExchange:
+    """Every rank calls it, and none goes on before all are connected. Raises RankError."""
+
+    def make() -> NcclExchange:
+        group = connect(store, ranks, device, patience_s)
+        exchange = NcclExchange(group, ranks, watch, patience_s, device)
+        exchange.gather(torch.zeros(1, 1, device=device))
+        exchange.settle()
+        return exchange
+
+    return watched(watch, make)
+
+
+class NcclExchange(GroupExchange):
+    """Of tensors on this rank's GPU; one is there when the work that was launched before it is.
+
+    Whoever exchanges ends with `settle`: until then no more than patience_s may pass between an
+    exchange and the next one.
+    """
+
+    transport = "nccl"
+
+    def __init__(
+        self, group: Any, ranks: Ranks, watch: Watch, patience_s: float, device: str
+    ) -> None:
+        super().__init__(group, ranks, watch, patience_s)
+        self._device = device
+        self._has_triton = torch.cuda.is_available() and find_spec("triton") is not None
+        # When the last exchange was launched, None where everything is settled.
+        self._launched_at: float | None = None
+        self._is_over = threading.Event()
+        threading.Thread(target=self._look_after, name="kdecode-nccl", daemon=True).start()
+
+    def settle(self) -> None:
+        """Returns when the GPU has done everything that it was given.
+
+        Raises RankError where another rank keeps it from that, or did until the connections were
+        given up.
+        """
+        with torch.cuda.device(self._device):
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        while not done.query():
+            self._watch.check()
+            # The threads that watch need the interpreter.
+            time.sleep(0)
+        self._launched_at = None
+        self._watch.check()
+
+    def close(self) -> None:
+        # Not its orderly end, which waits for every other rank to do the same.
+        self._is_over.set()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def abandon(self) -> None:
+        """Kernels that wait for another rank end, soon, with values that mean nothing."""
+        # It may take as long as NCCL's own threads do, and whoever found the fault must not.
+        threading.Thread(target=self._abort, name="kdecode-abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        with suppress(RuntimeError):  # it took too long; the process ends without it
+            self.close()
+
+    def _look_after(self) -> None:
+        """Finds a step that does not go on although every rank is alive; the host may be stuck in
+        it, where it waits for its GPU."""
+        look_s = min(_LOOK_S, self._patience_s / _LOOKS)
+        while not self._is_over.wait(look_s):
+            begin = self._launched_at
+            if begin is not None and time.monotonic() - begin > self._patience_s:
+                self._watch.blame(
+                    RuntimeError(
+                        f"An exchange of {self._device} did not end within {self._patience_s:g} s."
+                    )
+                )
+                return
+
+    def _exchange(self, how: str, *given: Any) -> None:
+        self._launched_at = time.monotonic()
+        super()._exchange(how, *given)
+
+    def _added(self, parts: Tensor) -> Tensor:
+        """In one launch, where Triton is; in torch it is one a rank."""
+        if not self._has_triton or not parts.numel():
+            return super()._added(parts)
+        from kdecode.kernels.common.triton_rank_sum import sum_launch
+
+        total = parts.new_empty(parts.shape[1], dtype=torch.bfloat16)
+        with torch.cuda.device(self._device):
+            sum_launch(parts, total).run()
+        return total
+
+    def _every(self, part: Tensor) -> Tensor:
+        given = part.contiguous().view(-1)
+        taken = given.new_empty(self._ranks.size, given.numel())
+        self._exchange("_allgather_base", taken.view(-1).view(torch.uint8), given.view(torch.uint8))
+        return taken
+
+    def _wait(self, work: Any) -> None:
+        # Not the host: what is launched after this waits on the device.
+        work.block_current_stream()
