@@ -6,6 +6,7 @@ import torch
 
 from kdecode.config import ModelConfig
 from kdecode.decode.plan import Buffer
+from kdecode.kernels.common.expert_squares import num_squares
 from kdecode.kernels.common.mla_splits import max_splits
 from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, PlanMemory
@@ -76,6 +77,8 @@ def device_buffers(config: ModelConfig, rows: int) -> tuple[Buffer, ...]:
         names["mla_split_stats"] = ((*splits, 2), FP32)
     if "moe" in config.mlp_kinds:
         names["expert_product"] = ((rows, moe.top_k, moe.expert_width), BF16)
+        if blocks := num_squares(config, rows):
+            names["expert_squares"] = ((blocks, rows), FP32)
     if "dense" in config.mlp_kinds:
         names["dense_product"] = ((rows, config.dense_width), BF16)
     return tuple(Buffer(name, shape, dtype) for name, (shape, dtype) in names.items())

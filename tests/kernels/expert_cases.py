@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from triton_cases import (
     DEVICE,
     Case,
@@ -20,6 +21,7 @@ from triton_cases import (
 from kdecode.cache.caches import Caches
 from kdecode.config import ModelConfig
 from kdecode.kernels import table
+from kdecode.kernels.common.expert_squares import square_columns
 from kdecode.kernels.common.tile_table import forced, recording
 from kdecode.kernels.contract import Buffers
 from kdecode.model import reference
@@ -108,3 +110,10 @@ def random_routes(case: Case, rows: int, seed: int = 0) -> tuple[Tensor, Tensor]
     order = torch.rand(rows, moe.num_experts, generator=generator).argsort(1)
     weights = torch.rand(rows, moe.top_k, generator=generator)
     return order[:, : moe.top_k].to(torch.int32).contiguous(), weights
+
+
+def block_squares(config: ModelConfig, expert_sum: Tensor) -> Tensor:
+    """`expert_squares` of these sums."""
+    columns = square_columns(config, expert_sum.shape[0])
+    padded = pad(expert_sum.float(), (0, -expert_sum.shape[1] % columns))
+    return padded.square().unflatten(1, (-1, columns)).sum(2).T.contiguous()

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP, ModelConfig
+from kdecode.kernels.common.expert_squares import GROUPED_COLUMNS, PAIR_COLUMNS
 from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.tile_table import choose
 from kdecode.kernels.common.triton_launch import tensor_for
 from kdecode.kernels.contract import Buffers
 
 BF16 = torch.bfloat16
-# Up to so many rows every (row, slot) pair is multiplied by itself: few of them share an expert.
-PAIR_ROWS = 4
 # Pairs of one expert that a program multiplies at a time in a plan's steps of more rows.
 TILE_ROWS = 16
 # Numbers of a pair's tile that a warp holds: 128 bytes of them a thread.
@@ -75,17 +74,31 @@ def paired(tensor: Tensor, is_coded: bool) -> Tensor:
 
 
 def pair_tile(
-    kernel: str, arch: str, inner: int, columns: int, is_coded: bool, slots: int = 1
+    kernel: str,
+    arch: str,
+    inner: int,
+    columns: int,
+    is_coded: bool,
+    slots: int = 1,
+    *,
+    has_squares: bool = False,
 ) -> ExpertTile:
-    """Of kernels of pairs. slots: experts that one program has at a time."""
+    """Of kernels of pairs. slots: experts that one program has at a time. has_squares: more rounds
+    rather than fewer columns than a block of `expert_squares` has."""
     warp, widest = (_CODED_WARP, 4096) if is_coded else (_BF16_WARP, 1024)
     block_k = _power_above(inner, 32, widest if slots == 1 else 1024)
-    block_n = 8
-    while block_n > 2 and block_n * block_k * slots > _MOST_WARPS * warp:
-        block_n //= 2
+    block_n = PAIR_COLUMNS
+    while block_n * block_k * slots > _MOST_WARPS * warp:
+        if has_squares and block_k > 32:
+            block_k //= 2
+        elif not has_squares and block_n > 2:
+            block_n //= 2
+        else:
+            break
     warps = max(4, min(_MOST_WARPS, block_n * block_k * slots // warp))
     default = ExpertTile(block_n, block_k, warps, stages=2)
-    return choose(kernel, arch, f"pairs, {_shape(inner, columns, is_coded)}", default)
+    kind = "pairs and squares" if has_squares else "pairs"
+    return choose(kernel, arch, f"{kind}, {_shape(inner, columns, is_coded)}", default)
 
 
 def grouped_tile(
@@ -96,7 +109,8 @@ def grouped_tile(
     while block_k > MXFP4_GROUP and inner % block_k:
         block_k //= 2
     # Larger tiles have fewer programs a processor, and less room for copies that run ahead.
-    default = ExpertTile(64, block_k, warps=4, stages=4 if rows <= 2 * TILE_ROWS else 3)
+    stages = 4 if rows <= 2 * TILE_ROWS else 3
+    default = ExpertTile(GROUPED_COLUMNS, block_k, warps=4, stages=stages)
     return choose(kernel, arch, f"rows {rows}, {_shape(inner, columns, is_coded)}", default)
 
 

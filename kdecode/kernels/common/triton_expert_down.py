@@ -2,6 +2,7 @@
 
 A program of a row has a block of its columns for all of its slots, and so their sum. Programs of a
 distinct expert write the outputs of all its pairs; the last of a block of columns sums up all rows.
+Whoever has a sum may also leave its square for a norm, as one number a row and block of columns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from torch import Tensor
 from kdecode.config import ModelConfig
 from kdecode.kernels.common.expert_launch import (
     BF16,
-    PAIR_ROWS,
     TILE_ROWS,
     down_arguments,
     expert_side,
@@ -26,6 +26,7 @@ from kdecode.kernels.common.expert_launch import (
     pair_tile,
     paired,
 )
+from kdecode.kernels.common.expert_squares import PAIR_ROWS, num_squares, square_columns
 from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.triton_experts import (
     expert_of_place,
@@ -86,8 +87,10 @@ def down_launch(
     choice: Choice,
     out: Tensor,
     gathering: Gathering | None,
+    squares: Tensor | None = None,
 ) -> Launch:
-    """product [R, N, F] bf16 -> out [R, side] bf16. gathering: None unless `is_grouped`."""
+    """product [R, N, F] bf16 -> out [R, side] bf16. gathering: None unless `is_grouped`. squares:
+    `expert_squares`, if they are to be made; ValueError for a tile that has no whole blocks."""
     moe, side, width = config.moe, expert_side(config), config.moe.expert_width
     is_coded, rows = stack.down_scales is not None, product.shape[0]
     slots = (rows, moe.top_k)
@@ -97,6 +100,7 @@ def down_launch(
         "weights": tensor_for(choice.weights, torch.float32, slots, name="route_weights"),
         **down_arguments(config, stack),
         "out": tensor_for(out, BF16, (rows, side), name="expert_sum"),
+        "squares": out if squares is None else squares,
     }
     constants = {
         "TOP_K": moe.top_k,
@@ -107,7 +111,8 @@ def down_launch(
     }
     if gathering is None:
         together = min(_SLOTS, triton.next_power_of_2(moe.top_k))
-        tile = pair_tile("expert_down", arch, width, side, is_coded, together)
+        sizes = (width, side, is_coded, together)
+        tile = pair_tile("expert_down", arch, *sizes, has_squares=squares is not None)
         kernel, places = expert_down_rows, rows
         arguments["x"] = paired(product, is_coded)
         constants |= {"BLOCK_SLOTS": together}
@@ -129,8 +134,38 @@ def down_launch(
             "BY_PAIR": by_pair,
         }
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    constants["SQUARE_COLUMNS"] = _square_columns(config, rows, squares, tile.block_n)
     grid = (divide_up(side, tile.block_n), places)
     return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
+
+
+def _square_columns(config: ModelConfig, rows: int, squares: Tensor | None, block_n: int) -> int:
+    """0 without ``squares``, which are looked at too."""
+    if squares is None:
+        return 0
+    columns, shape = square_columns(config, rows), (num_squares(config, rows), rows)
+    tensor_for(squares, torch.float32, shape, name="expert_squares")
+    if block_n % columns:
+        raise ValueError(
+            f"At {rows} rows expert_squares has a number for {columns} columns; programs of "
+            f"expert_down have {block_n} columns, which are no multiple of that."
+        )
+    return columns
+
+
+@triton.jit
+def store_squares(
+    squares, summed, begin, row, rows, SIDE: tl.constexpr, SQUARE_COLUMNS: tl.constexpr
+):
+    """Sums of squares of columns ``begin`` and on of bf16 ``summed`` [S, N], whose rows are ``row``
+    [S, 1], into ``squares`` [blocks, rows]. What is behind SIDE counts nothing."""
+    BLOCKS: tl.constexpr = summed.shape[1] // SQUARE_COLUMNS
+    n = (begin + tl.arange(0, summed.shape[1]))[None, :]
+    x = tl.where(n < SIDE, summed.to(tl.float32), 0.0)
+    parts = tl.reshape(x * x, [summed.shape[0], BLOCKS, SQUARE_COLUMNS])
+    block = (begin // SQUARE_COLUMNS + tl.arange(0, BLOCKS))[None, :]
+    inside = (row < rows) & (block * SQUARE_COLUMNS < SIDE)
+    tl.store(squares + block * rows + row, tl.sum(parts, axis=2), mask=inside)
 
 
 @triton.jit
@@ -141,6 +176,7 @@ def expert_down_rows(
     data,
     scales,
     out,
+    squares,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
@@ -149,6 +185,7 @@ def expert_down_rows(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SQUARE_COLUMNS: tl.constexpr,
 ):
     wait_for_previous()
     row = tl.program_id(1)
@@ -170,7 +207,15 @@ def expert_down_rows(
         share = tl.where(is_line.reshape(BLOCK_N, BLOCK_SLOTS), round_bf16(sums), 0.0)
         share = tl.where(is_valid[None, :], weight[None, :] * share, float("nan"))
         total += tl.sum(share, axis=1)
-    tl.store(out + row * SIDE + n, to_bf16(total), mask=n < SIDE)
+    summed = to_bf16(total)
+    tl.store(out + row * SIDE + n, summed, mask=n < SIDE)
+    if SQUARE_COLUMNS > 0:
+        line = (row + tl.arange(0, 1))[:, None]
+        summed = tl.reshape(summed, [1, BLOCK_N])
+        begin = tl.program_id(0) * BLOCK_N
+        # A program a row.
+        rows = tl.num_programs(1)
+        store_squares(squares, summed, begin, line, rows, SIDE, SQUARE_COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows", "places"])
@@ -181,6 +226,7 @@ def expert_down_grouped(
     data,
     scales,
     out,
+    squares,
     outputs,
     counters,
     rows,
@@ -196,6 +242,7 @@ def expert_down_grouped(
     BY_PAIR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SQUARE_COLUMNS: tl.constexpr,
 ):
     wait_for_previous()
     block = tl.program_id(0)
@@ -224,4 +271,8 @@ def expert_down_grouped(
                 outputs, ids, weights, row, row < rows, held[None, :], TOP_K, EXPERTS, SIDE
             )
             inside = (row < rows) & (n < SIDE)[None, :]
-            tl.store(out + row * SIDE + n[None, :], to_bf16(total), mask=inside)
+            summed = to_bf16(total)
+            tl.store(out + row * SIDE + n[None, :], summed, mask=inside)
+            if SQUARE_COLUMNS > 0:
+                begin = block * BLOCK_N
+                store_squares(squares, summed, begin, row, rows, SIDE, SQUARE_COLUMNS)

@@ -15,7 +15,6 @@ from torch import Tensor
 from kdecode.config import ModelConfig
 from kdecode.kernels.common.expert_launch import (
     BF16,
-    PAIR_ROWS,
     TILE_ROWS,
     expert_side,
     grouped_places,
@@ -24,6 +23,7 @@ from kdecode.kernels.common.expert_launch import (
     paired,
     up_arguments,
 )
+from kdecode.kernels.common.expert_squares import PAIR_ROWS
 from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.triton_experts import (
     expert_of_place,

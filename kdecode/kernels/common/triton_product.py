@@ -18,6 +18,7 @@ from kdecode.kernels.common.triton_ops import (
     dot_bf16,
     prefetch,
     round_bf16,
+    to_bf16,
     wait_for_previous,
 )
 
@@ -28,6 +29,8 @@ _DOT_ROWS = 16
 # fetched, a line of memory at a time.
 _EARLY_COLUMNS = tl.constexpr(2048)
 _LINE_COLUMNS = tl.constexpr(64)
+# Sums of squares of a row that are loaded at once.
+_SQUARES = tl.constexpr(64)
 # Programs that keep the memory of a large GPU busy: about one for each of its processors.
 _ENOUGH_PROGRAMS = 128
 
@@ -157,9 +160,26 @@ def _prefetch_early(lines, begin, K: tl.constexpr, EARLY: tl.constexpr, LINE: tl
 
 
 @triton.jit
+def _row_factors(
+    squares, eps, rows, K: tl.constexpr, BLOCK_R: tl.constexpr, NUM_SQUARES: tl.constexpr
+):
+    """What RMSNorm multiplies rows of K numbers with, [BLOCK_R, 1], from the sums of squares of
+    their blocks, [NUM_SQUARES, rows]."""
+    block, r = tl.arange(0, _SQUARES)[:, None], tl.arange(0, BLOCK_R)[None, :]
+    total = tl.zeros([_SQUARES, BLOCK_R], tl.float32)
+    for first in tl.static_range(0, NUM_SQUARES, _SQUARES):
+        inside = (first + block < NUM_SQUARES) & (r < rows)
+        total += tl.load(squares + (first + block) * rows + r, mask=inside, other=0.0)
+    return tl.rsqrt(tl.sum(total, axis=0) / K + eps)[:, None]
+
+
+@triton.jit
 def _product_many(
     x,
     weight,
+    norm,
+    squares,
+    eps,
     n,
     rows,
     begin,
@@ -168,20 +188,37 @@ def _product_many(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
 ):
-    """W [BLOCK_N, BLOCK_K] times x^T [BLOCK_K, BLOCK_R] on the tensor cores."""
+    """W [BLOCK_N, BLOCK_K] times x^T [BLOCK_K, BLOCK_R] on the tensor cores.
+
+    With NORM a block of x is normalised and rounded on its way there: its rows are not whole, so
+    that their squares come from whoever has made them.
+    """
     r = tl.arange(0, BLOCK_R)[None, :]
     lines = weight + n.to(tl.int64)[:, None] * K
     _prefetch_early(lines, begin, K, _EARLY_COLUMNS, _LINE_COLUMNS)
     wait_for_previous()
+    if NORM:
+        tl.static_assert(NUM_SQUARES > 0, "the rows of a block are not whole")
+        factor = _row_factors(squares, eps, rows, K, BLOCK_R, NUM_SQUARES)
     acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     for start in range(begin, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        k = columns[:, None]
         w = _line(lines, columns[None, :], K, BLOCK_K)
-        if K % BLOCK_K == 0:
-            part = tl.load(x + r * K + k, mask=r < rows, other=0.0)
+        if NORM:
+            # Rows as they are in memory: of the other way around a thread would get single numbers.
+            row, k = tl.arange(0, BLOCK_R)[:, None], columns[None, :]
+            inside = row < rows
+            if K % BLOCK_K != 0:
+                inside = inside & (k < K)
+            part = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+            part = tl.trans(to_bf16(part * factor * _line(norm, k, K, BLOCK_K)))
+        elif K % BLOCK_K == 0:
+            part = tl.load(x + r * K + columns[:, None], mask=r < rows, other=0.0)
         else:
+            k = columns[:, None]
             part = tl.load(x + r * K + k, mask=(r < rows) & (k < K), other=0.0)
         acc = dot_bf16(w, part, acc)
     return acc
@@ -202,15 +239,33 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
+    squares=None,
+    NUM_SQUARES: tl.constexpr = 0,
 ):
     """Columns n [BLOCK_N] of x [rows, K] W^T over inputs begin to end, [BLOCK_N, BLOCK_R] fp32.
 
     No n may be outside of W; begin is a multiple of BLOCK_K and below end. Weights are asked for
-    before `wait_for_previous`, which is called here. With NORM, for few rows and a BLOCK_K of at
-    least K, the inputs are RMSNorm(x; norm), rounded to bf16.
+    before `wait_for_previous`, which is called here. With NORM the inputs are RMSNorm(x; norm),
+    rounded to bf16: of few rows with a BLOCK_K of at least K, of many from ``squares``, fp32
+    [NUM_SQUARES, rows], whose sum over the first axis is that of a row's squares.
     """
     if BLOCK_R <= 2:
         return _product_few(x, weight, norm, eps, n, begin, end, K, BLOCK_R, BLOCK_N, BLOCK_K, NORM)
     else:
-        tl.static_assert(not NORM, "the rows of a block are not whole")
-        return _product_many(x, weight, n, rows, begin, end, K, BLOCK_R, BLOCK_N, BLOCK_K)
+        return _product_many(
+            x,
+            weight,
+            norm,
+            squares,
+            eps,
+            n,
+            rows,
+            begin,
+            end,
+            K,
+            BLOCK_R,
+            BLOCK_N,
+            BLOCK_K,
+            NORM,
+            NUM_SQUARES,
+        )

@@ -37,5 +37,6 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         Choice(buffers["route_ids"], buffers["route_weights"]),
         buffers["expert_sum"],
         gathering,
+        buffers.get("expert_squares"),
     )
     return TritonStep(launch)

@@ -4,7 +4,8 @@
     shared    = bf16(shared_down shared_product)                       the product is moe_gate's
     mlp_delta = bf16(routed + shared);  prefix = bf16(prefix + mlp_delta)
 
-Without shared experts mlp_delta is routed.
+Without shared experts mlp_delta is routed. Of more than two rows the norm takes its squares from
+`expert_squares`, which expert_down has made of the same sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kdecode.kernels.contract import OpContract, Tolerance
 CONTRACT = OpContract(
     name="moe_join",
     covers=("latent_up", "shared_mlp", "mlp_residual"),
-    reads=("expert_sum", "shared_product", "prefix"),
+    reads=("expert_sum", "expert_squares", "shared_product", "prefix"),
     writes=("routed", "shared", "mlp_delta", "prefix"),
     mutates=("prefix",),
     tolerance=Tolerance(rtol=2e-2, atol=2e-2, rms_ratio=1e-2),

@@ -1,6 +1,7 @@
 """moe_join in Triton: a program makes its columns of both products and of the residual.
 
-One or two rows of latents are normalised by every program, more by a launch before the join.
+Every program normalises all of the latents as it reads them: one or two rows whole, of more rows a
+block at a time, with the sums of squares that expert_down has left.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kdecode.kernels.common.expert_squares import num_squares
 from kdecode.kernels.common.triton_join import add_residual
 from kdecode.kernels.common.triton_launch import (
     Launch,
@@ -26,7 +28,7 @@ from kdecode.kernels.common.triton_ops import round_bf16, to_bf16, wait_for_prev
 from kdecode.kernels.common.triton_product import FEW_ROWS, product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -41,13 +43,10 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     side = config.moe.latent_width or width
     tile = product_tile("moe_join", problem.arch, rows, width, side)
     delta, prefix = buffers["mlp_delta"], buffers["prefix"]
-    source = tensor_for(buffers["expert_sum"], BF16, (rows, side), name="expert_sum")
-    first, norms_rows = (), moe.latent_norm is not None and rows <= FEW_ROWS
-    if moe.latent_norm is not None and not norms_rows:
-        first = (_norm_launch(rows, side, moe.latent_norm, config.rms_eps, buffers),)
-        source = buffers.scratch("expert_sum_normed", (rows, side))
+    # One or two rows are normalised whole.
+    has_rows = moe.latent_norm is not None and rows <= FEW_ROWS
     arguments = {
-        "source": source,
+        "source": tensor_for(buffers["expert_sum"], BF16, (rows, side), name="expert_sum"),
         "delta_out": tensor_for(delta, BF16, (rows, width), name="mlp_delta"),
         "prefix": tensor_for(prefix, BF16, (rows, width), name="prefix"),
         "eps": config.rms_eps,
@@ -59,50 +58,39 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         "SIDE": side,
         "SHARED": config.moe.shared_width,
         "HAS_LATENTS": moe.latent_up is not None,
-        "NORM": norms_rows,
+        "NORM": moe.latent_norm is not None,
+        "NUM_SQUARES": num_squares(config, rows),
         "WIDTH": width,
         "BLOCK_R": product_rows(rows),
         "BLOCK_N": tile.block_n,
-        # Whole rows are normalised.
-        "BLOCK_SIDE": triton.next_power_of_2(side) if norms_rows else tile.block_k,
+        "BLOCK_SIDE": triton.next_power_of_2(side) if has_rows else tile.block_k,
         "BLOCK_SHARED": tile.block_k,
     }
     grid, warps = (divide_up(width, tile.block_n),), tile.warps
-    if norms_rows:
+    if has_rows:
         # At most 32 columns of a matrix's row a thread.
         warps = max(warps, constants["BLOCK_SIDE"] // 1024)
-    launch = Launch(moe_join, grid, arguments, constants, warps, tile.stages, begins_early=True)
-    launches = (*first, launch)
-    return TritonStep(launches[0], then=launches[1:])
-
-
-def _norm_launch(rows: int, side: int, weight: Tensor, eps: float, buffers: Buffers) -> Launch:
-    """Of many rows, whose norms every program of the join would otherwise make again."""
-    arguments = {
-        "source": buffers["expert_sum"],
-        "weight": tensor_for(weight, torch.float32, (side,), name="the latents' norm"),
-        "out": buffers.scratch("expert_sum_normed", (rows, side)),
-        "eps": eps,
-    }
-    constants = {"SIDE": side, "BLOCK_SIDE": triton.next_power_of_2(side)}
-    return Launch(norm_latents, (rows,), arguments, constants, num_warps=4, begins_early=True)
+    return TritonStep(
+        Launch(moe_join, grid, arguments, constants, warps, tile.stages, begins_early=True)
+    )
 
 
 def _latents(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
     """The way back from the latents; without them nothing of it is read or written."""
-    rows, width, side = plan_rows(problem), problem.config.hidden_size, problem.config.moe
-    unused = buffers["prefix"]
+    config, rows = problem.config, plan_rows(problem)
+    width, side, unused = config.hidden_size, config.moe.latent_width, buffers["prefix"]
+    found = dict.fromkeys(("latent_up", "latent_norm", "squares", "routed"), unused)
     if moe.latent_up is None:
-        return {"latent_up": unused, "latent_norm": unused, "routed": unused}
-    assert side.latent_width is not None
-    norm = moe.latent_norm
-    if norm is not None:
-        tensor_for(norm, torch.float32, (side.latent_width,), name="the latents' norm")
-    return {
-        "latent_up": row_major(moe.latent_up, (width, side.latent_width), "latent_up"),
-        "latent_norm": unused if norm is None else norm,
-        "routed": tensor_for(buffers["routed"], BF16, (rows, width), name="routed"),
-    }
+        return found
+    assert side is not None
+    if moe.latent_norm is not None:
+        found["latent_norm"] = tensor_for(moe.latent_norm, FP32, (side,), name="the latents' norm")
+    if blocks := num_squares(config, rows):
+        squares = buffers["expert_squares"]
+        found["squares"] = tensor_for(squares, FP32, (blocks, rows), name="expert_squares")
+    found["latent_up"] = row_major(moe.latent_up, (width, side), "latent_up")
+    found["routed"] = tensor_for(buffers["routed"], BF16, (rows, width), name="routed")
+    return found
 
 
 def _shared(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
@@ -120,23 +108,12 @@ def _shared(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
     }
 
 
-@triton.jit
-def norm_latents(source, weight, out, eps, SIDE: tl.constexpr, BLOCK_SIDE: tl.constexpr):
-    """RMSNorm of one row, rounded."""
-    k = tl.arange(0, BLOCK_SIDE)
-    at, inside = tl.program_id(0) * SIDE + k, k < SIDE
-    share = tl.load(weight + k, mask=inside, other=0.0)
-    wait_for_previous()
-    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x) / SIDE + eps) * share
-    tl.store(out + at, to_bf16(normed), mask=inside)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def moe_join(
     source,
     latent_up,
     latent_norm,
+    squares,
     routed,
     shared_product,
     shared_down,
@@ -149,6 +126,7 @@ def moe_join(
     SHARED: tl.constexpr,
     HAS_LATENTS: tl.constexpr,
     NORM: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -175,6 +153,8 @@ def moe_join(
             BLOCK_N,
             BLOCK_SIDE,
             NORM,
+            squares,
+            NUM_SQUARES,
         )
         tl.store(routed + at, to_bf16(acc), mask=inside)
         delta = round_bf16(acc)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expert_cases import (
     Mixture,
+    block_squares,
     random_input,
     random_routes,
     small_k3,
@@ -15,7 +18,10 @@ from expert_cases import (
 from mlp_cases import assert_rounded_alike
 from triton_cases import Case, Chain, Use, decode_step, make_case, verify_step
 
-from kdecode.kernels.common.expert_launch import PAIR_ROWS, grouped_places
+from kdecode.kernels.common.expert_launch import grouped_places, pair_tile
+from kdecode.kernels.common.expert_squares import PAIR_COLUMNS, PAIR_ROWS, num_squares
+from kdecode.kernels.common.tile_table import forced, recording
+from kdecode.kernels.common.triton_product import FEW_ROWS
 from kdecode.testing.compare import bit_equal
 
 CASES = {
@@ -113,3 +119,48 @@ def test_a_row_does_not_depend_on_the_others(rows: int, fewer: int) -> None:
     )
     for name in ("expert_product", "expert_sum"):
         bit_equal(alone[name], together[name][part], name)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("k3", 3), ("k3", 6), ("k3", 17), ("bf16 latents", 4), ("bf16 latents", 5)]
+)
+def test_squares_are_of_the_sums_as_they_are_read(name: str, rows: int) -> None:
+    """Of one of 8 or 64 columns a block, the last block not full, and of a row that is NaN."""
+    case = CASES[name]
+    source, x = random_input(case, rows)
+    ids, weights = random_routes(case, rows)
+    ids[1, 1] = -1
+    out = mixture(case, rows).run(**{source: x}, route_ids=ids, route_weights=weights)
+    wanted = block_squares(case.config, out["expert_sum"])
+    assert wanted[:, 1].isnan().all()
+    torch.testing.assert_close(out["expert_squares"], wanted, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def test_who_has_no_use_for_squares_makes_none() -> None:
+    """Rows that are normalised whole, sums that are not normalised."""
+    config = CASES["k3"].config
+    plain = small_k3(has_latent_norm=False)
+    found = {rows: num_squares(config, rows) for rows in (1, FEW_ROWS, FEW_ROWS + 1, 4, 5, 64)}
+    assert found == {1: 0, 2: 0, 3: 12, 4: 12, 5: 2, 64: 2}
+    assert num_squares(plain, 64) == num_squares(CASES["kimi-linear"].config, 64) == 0
+    assert "expert_squares" not in mixture(CASES["kimi-linear"], 9).buffers
+
+
+def test_tiles_without_whole_blocks_are_refused() -> None:
+    """The tuner goes past them: expert_squares would be other numbers."""
+    case = CASES["k3"]
+    with recording() as asked:
+        Chain(case, [Use("expert_down", 2)], rows=8)
+    (key,) = asked
+    narrow = {key: replace(asked[key], block_n=32)}
+    with forced(narrow), pytest.raises(ValueError, match="have 32 columns"):
+        Chain(case, [Use("expert_down", 2)], rows=8)
+
+
+@pytest.mark.parametrize("is_coded", [False, True])
+@pytest.mark.parametrize("inner", [192, 384, 768, 3072])
+def test_default_tiles_of_pairs_have_whole_blocks(inner: int, is_coded: bool) -> None:
+    tile = pair_tile("expert_down", "sm_90", inner, 3584, is_coded, 16, has_squares=True)
+    assert (tile.block_n, tile.warps <= 8) == (PAIR_COLUMNS, True)
+    size = tile.block_n * tile.block_k * 16
+    assert size <= 8 * (1 << 13 if is_coded else 1 << 11)
