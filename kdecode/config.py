@@ -29,6 +29,7 @@ Isa = Literal["avx512", "avx2", "portable"]
 LosslessPacking = Literal["auto", "on", "off"]
 TrunkWeights = Literal["bf16", "int8", "int4"]
 CacheDtype = Literal["bf16", "fp8"]
+GpuKernels = Literal["triton", "cute"]
 
 # Input columns that share one scale of an MXFP4 weight.
 MXFP4_GROUP = 32
@@ -176,10 +177,12 @@ class EngineConfig:
     num_threads: None for every core the process may use. isa: None for the best one there is.
     lossless_packing: whether latency_specialized keeps bf16 weights at 12 bits, of the same value
     bit by bit; "auto" where its kernels are faster then. trunk_format: what bf16 matrices are kept
-    in; integers are other weights than the checkpoint's. cache_scale: scale of an fp8 latent cache
-    (stored = x / scale) for checkpoints without one. max_step_tokens: tokens of one step, i.e. the
-    largest chunk of a prompt. cache_budget_bytes: memory of pages and slots, None for what
-    max_requests requests of max_context_tokens need. speculative: the draft model, if there is one.
+    in; integers are other weights than the checkpoint's. gpu_kernels: "cute" for CuTe DSL in the
+    steps of latency_specialized on CUDA that it has kernels for, in place of Triton's. cache_scale:
+    scale of an fp8 latent cache (stored = x / scale) for checkpoints without one. max_step_tokens:
+    tokens of one step, i.e. the largest chunk of a prompt. cache_budget_bytes: memory of pages and
+    slots, None for what max_requests requests of max_context_tokens need. speculative: the draft
+    model, if there is one.
 
     enable_prefix_caching: prefixes of prompts that are in the caches are not computed again.
     state_interval_tokens: where they can end, on its multiples; prompts are cut there with and
@@ -199,6 +202,7 @@ class EngineConfig:
     isa: Isa | None = None
     lossless_packing: LosslessPacking = "auto"
     trunk_format: TrunkWeights = "bf16"
+    gpu_kernels: GpuKernels = "triton"
     cache_dtype: CacheDtype = "bf16"
     cache_scale: float | None = None
     page_tokens: int = 64
@@ -223,6 +227,7 @@ class EngineConfig:
         check_choice("cache_dtype", self.cache_dtype, get_args(CacheDtype))
         check_choice("lossless_packing", self.lossless_packing, get_args(LosslessPacking))
         check_choice("trunk_format", self.trunk_format, get_args(TrunkWeights))
+        check_choice("gpu_kernels", self.gpu_kernels, get_args(GpuKernels))
         if self.trunk_format != "bf16" and self.decode_backend != "latency_specialized":
             raise ConfigError(
                 f"trunk_format is {self.trunk_format!r} and decode_backend "
@@ -231,6 +236,11 @@ class EngineConfig:
             )
         if self.device != "cpu":
             self._check_packing()
+        elif self.gpu_kernels != "triton":
+            raise ConfigError(
+                f"gpu_kernels is {self.gpu_kernels!r} and device {self.device!r}; they are kernels "
+                "for a GPU: set gpu_kernels to 'triton', or device to 'cuda'."
+            )
         if self.isa is not None:
             check_choice("isa", self.isa, get_args(Isa))
         check_int("page_tokens", self.page_tokens, at_least=1, at_most=MAX_PAGE_TOKENS)

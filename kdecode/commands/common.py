@@ -20,6 +20,7 @@ from kdecode.config import (
     ConfigError,
     DecodeBackend,
     EngineConfig,
+    GpuKernels,
     Isa,
     LosslessPacking,
     TrunkWeights,
@@ -142,6 +143,12 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         default=defaults.trunk_format,
         help="integers make other weights than the checkpoint's; latency_specialized only",
     )
+    group.add_argument(
+        "--gpu-kernels",
+        choices=get_args(GpuKernels),
+        default=defaults.gpu_kernels,
+        help="of latency_specialized on CUDA, where there are both; docs/gpu.md",
+    )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool = True) -> None:
@@ -246,6 +253,7 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
         "isa": args.isa,
         "lossless_packing": args.lossless_packing,
         "trunk_format": args.trunk_format,
+        "gpu_kernels": args.gpu_kernels,
         "cache_dtype": args.cache_dtype,
         "cache_scale": args.cache_scale,
         "page_tokens": args.page_tokens,

@@ -254,6 +254,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         isa=args.isa,
         lossless_packing=args.lossless_packing,
         trunk_format=args.trunk_format,
+        gpu_kernels=args.gpu_kernels,
         cache_dtype=CACHE_DTYPES[args.kv_cache_dtype],  # type: ignore[arg-type]
         cache_scale=args.cache_scale,
         page_tokens=args.block_size,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kdecode.config import ModelConfig
+from kdecode.config import GpuKernels, ModelConfig
 from kdecode.kernels.common.native import Pool
 from kdecode.kernels.contract import Problem
 from kdecode.parallel.context import WHOLE, ContextShare
@@ -45,7 +45,8 @@ class Deployment:
     plan's tensors where it is not ``device``: "cpu" for Triton's interpreter, "meta" for a plan
     whose kernels are compiled and not run. ranks: of several, ``config`` is one rank's share, and
     ``shared`` what native steps exchange values through; None for one that does not run. context:
-    of which positions the cache rows are here, as the caches have it.
+    of which positions the cache rows are here, as the caches have it. gpu_kernels: whose kernels a
+    CUDA plan has, where there are several.
     """
 
     config: ModelConfig
@@ -61,6 +62,7 @@ class Deployment:
     ranks: Ranks = ALONE
     shared: Any = None
     context: ContextShare = WHOLE
+    gpu_kernels: GpuKernels = "triton"
 
     def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
         return Problem(

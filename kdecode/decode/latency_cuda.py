@@ -1,10 +1,10 @@
-"""CUDA's steps of `latency_specialized`: a Triton launch each, for one row bucket.
+"""CUDA's steps of `latency_specialized`: a launch each, for one row bucket.
 
 A KDA layer is a projection, its core and the join of its output with the residual; an MLA layer is
 a projection, the query, the attention in splits, and the join; then dense (two launches) or a
 mixture of experts (four); the mix and norm before each block are a launch. Owns that list and what
-each step is prepared from; `latency_specialized` is the entrance. Nothing here needs Triton before
-a plan is judged or built.
+each step is prepared from; `latency_specialized` is the entrance, and `gpu_kernels` has the choice
+of a step's implementation. Nothing here needs Triton before a plan is judged or built.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows, kept_lines
 from kdecode.config import ModelConfig
+from kdecode.decode import gpu_kernels
 from kdecode.decode.buffers import (
     INT32,
     device_buffers,
@@ -68,7 +69,7 @@ class _Use:
 
 def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str]:
     """Reasons of the device and of each op. rows: of the largest plan."""
-    reasons = _refuse_device(deployment)
+    reasons = [*_refuse_device(deployment), *gpu_kernels.refuse(deployment)]
     if find_spec("triton") is None:
         reasons.append(
             "The CUDA plan is made of Triton kernels and Triton is not installed here; install the "
@@ -94,17 +95,23 @@ def describe(
     )
     names = frozenset(spec.name for spec in specs)
     is_verify = rows_per_request > 1 and "kda" in config.layer_kinds
+    uses = list(_uses(packed))
+    problems = [deployment.problem(use.layer, rows, rows_per_request) for use in uses]
+    ops = [use.contract.name for use in uses]
+    chosen = gpu_kernels.choose(deployment, ops, problems)
+    steps = zip(uses, chosen.implementations, strict=True)
+    committed = (_COMMIT_NOTE.format(config.layer_kinds.count("kda")),) if is_verify else ()
     return DecodePlan(
         backend="latency_specialized",
         config=config,
         rows=rows,
         rows_per_request=rows_per_request,
-        steps=tuple(_describe_step(use, config, names) for use in _uses(packed)),
+        steps=tuple(_describe_step(use, impl, config, names) for use, impl in steps),
         buffer_specs=specs,
         buffers=Buffers(),
         launch=cannot_run,
         launched_as=LAUNCHED_AS,
-        notes=(_COMMIT_NOTE.format(config.layer_kinds.count("kda")),) if is_verify else (),
+        notes=(*committed, *chosen.notes),
     )
 
 
@@ -130,7 +137,7 @@ def build(
     steps = []
     for step, use in zip(described.steps, _uses(packed), strict=True):
         problem = deployment.problem(use.layer, rows, each)
-        implementation = table.implementation(step.op, "triton")
+        implementation = table.implementation(step.op, step.impl)
         prepared = implementation.prepare(problem, use.weights, buffers)
         steps.append(replace(step, run=prepared.run, prepared=prepared))
     commit = _build_commit(deployment, buffers, rows, each) if each > 1 else None
@@ -272,7 +279,7 @@ def _project(
     return _Use(contract, layer, weights, ((layer, stage),), (matrix,))
 
 
-def _describe_step(use: _Use, config: ModelConfig, names: frozenset[str]) -> Step:
+def _describe_step(use: _Use, impl: str, config: ModelConfig, names: frozenset[str]) -> Step:
     """A step that is not prepared. names: the plan's buffers."""
     contract, readable, writable = use.contract, names, names
     layers = tuple(layer for layer, _ in use.stages) or (use.layer,)
@@ -286,7 +293,7 @@ def _describe_step(use: _Use, config: ModelConfig, names: frozenset[str]) -> Ste
         layers=layers[:1] if len(set(layers)) == 1 else layers,
         covers=tuple(stage for _, stage in use.stages),
         op=contract.name,
-        impl="triton",
+        impl=impl,
         reads=tuple(name for name in contract.reads if name in readable),
         writes=tuple(name for name in contract.writes if name in writable),
         run=cannot_run,
@@ -326,7 +333,7 @@ class SlotCommit:
 
 def launches(plan: DecodePlan) -> list[Any]:
     """Every `Launch` of a plan that was built, the commit's included: what a compiler needs."""
-    # `TritonStep`s, whose module cannot be imported without Triton.
+    # `TritonStep`s, whose module cannot be imported without Triton, and `CuteStep`s.
     prepared: list[Any] = [step.prepared for step in plan.steps]
     if isinstance(plan.commit, SlotCommit):
         prepared.append(plan.commit.prepared)

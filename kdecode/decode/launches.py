@@ -34,6 +34,7 @@ class LaunchLine:
 
     layer: int | None
     op: str
+    impl: str
     covers: tuple[str, ...]
     kernel: str
     grid: tuple[int, ...]
@@ -57,12 +58,11 @@ def compile_lines(
 
     folder: where results are kept. Raises CompileError for what cannot be compiled.
     """
-    from kdecode.kernels.common.triton_compile import compile_all, compile_job
+    from kdecode.kernels.common.compiled_launches import resources_of
 
-    jobs = [compile_job(launch, arch) for _, launch in _launches(plan)]
-    resources = compile_all(jobs, folder, processes)
-    lines = zip(launch_lines(plan), jobs, strict=True)
-    return [replace(line, compiled=resources[job]) for line, job in lines]
+    every = [launch for _, launch in _launches(plan)]
+    lines = zip(launch_lines(plan), resources_of(every, arch, folder, processes), strict=True)
+    return [replace(line, compiled=taken) for line, taken in lines]
 
 
 def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
@@ -70,7 +70,7 @@ def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
     # A plan's own launches are those of its steps, in order, before any of the commit.
     every = iter(launches(plan))
     for step in plan.steps:
-        # A `TritonStep`, whose module cannot be imported without Triton.
+        # A `TritonStep`, whose module cannot be imported without Triton, or a `CuteStep`.
         prepared: Any = step.prepared
         yield from ((step, next(every)) for _ in prepared.launches)
     yield from ((None, launch) for launch in every)
@@ -80,6 +80,7 @@ def _line(step: Step | None, launch: Any) -> LaunchLine:
     return LaunchLine(
         layer=None if step is None else step.layers[0],
         op="kda_commit" if step is None else step.op,
+        impl="triton" if step is None else step.impl,
         covers=() if step is None else step.covers,
         kernel=getattr(launch.kernel, "fn", launch.kernel).__name__,
         grid=tuple(launch.grid),
@@ -119,7 +120,7 @@ def group_lines(config: ModelConfig, lines: Sequence[LaunchLine]) -> list[Launch
     for number, (layer, run) in enumerate(groupby(lines, key=lambda line: line.layer)):
         steps = tuple(run)
         kind = number if layer is None else layer_kind(config, layer)
-        kernels = tuple((line.op, line.kernel) for line in steps)
+        kernels = tuple((line.op, line.impl, line.kernel) for line in steps)
         members.setdefault((kind, kernels), []).append(steps)
     groups: list[LaunchGroup] = []
     for found in members.values():
@@ -141,7 +142,7 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
     """
     columns = [column for group in groups for column in group.columns]
     is_compiled = any(line.compiled is not None for column in columns for line in column)
-    head = ["layers", "op", "kernel", "grid", "warps", "stages", "early", "tile"]
+    head = ["layers", "op", "impl", "kernel", "grid", "warps", "stages", "early", "tile"]
     head += ["registers", "spilled", "shared"] if is_compiled else []
     rows = [(*head, "covers")]
     for group in groups:
@@ -150,6 +151,7 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
             cells = [
                 group.name if index == 0 else "",
                 first.op,
+                first.impl,
                 first.kernel,
                 _all(" x ".join(map(str, line.grid)) for line in column),
                 _all(str(line.warps) for line in column),

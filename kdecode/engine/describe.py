@@ -86,6 +86,7 @@ def describe_launches(
         max_context_tokens=engine.max_context_tokens,
         arch=arch,
         tensors="meta",
+        gpu_kernels=engine.gpu_kernels,
     )
     packed = outline_model(config, "rows", "mxfp4_rows")
     plan = latency_specialized.build(

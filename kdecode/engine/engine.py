@@ -326,6 +326,7 @@ class LLM:
             "isa": self._worker.engine.isa,
             "lossless_packing": engine.lossless_packing,
             "trunk_format": engine.trunk_format,
+            "gpu_kernels": engine.gpu_kernels,
             "weights_differ_from_checkpoint": engine.changes_weights,
             "threads": engine.resolved_threads(),
             "tensor_parallel_size": engine.tensor_parallel_size,

@@ -155,6 +155,7 @@ class Worker:
             "decode_backend": self.engine.decode_backend,
             "isa": self.engine.isa,
             "trunk_format": self.engine.trunk_format,
+            "gpu_kernels": self.engine.gpu_kernels,
             # Sums of parts are rounded otherwise than whole ones.
             "tensor_parallel_size": self.engine.tensor_parallel_size,
             # Its rows are on the target's pages.

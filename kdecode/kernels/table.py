@@ -69,10 +69,14 @@ _TRITON = (
     "experts",
 )
 
+# Of these, the ones that a CUDA plan can have in CuTe DSL instead.
+_CUTE = ("projection", "attn_join")
+
 TABLE: dict[tuple[str, str], str] = {
     **{(op, "cpu"): f"kdecode.kernels.{op}.cpu" for op in _NATIVE},
     **{(op, "torch"): f"kdecode.kernels.{op}.torch_impl" for op in _TORCH},
     **{(op, "triton"): f"kdecode.kernels.{op}.triton_impl" for op in _TRITON},
+    **{(op, "cute"): f"kdecode.kernels.{op}.cute_impl" for op in _CUTE},
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 from released import kimi_k3
 
-from kdecode.config import EngineConfig, ModelConfig
+from kdecode.config import EngineConfig, GpuKernels, ModelConfig
 from kdecode.decode.latency_cuda import launches
 from kdecode.decode.launches import LaunchLine, launch_lines, tile_text
 from kdecode.decode.plan import DecodePlan
@@ -26,9 +26,11 @@ from kdecode.model.rank_share import share_of
 
 
 @cache
-def share_plan(arch: str, size: int, rows: int, each: int) -> DecodePlan:
+def share_plan(
+    arch: str, size: int, rows: int, each: int, gpu_kernels: GpuKernels = "triton"
+) -> DecodePlan:
     """The plan of one rank's share of the whole model."""
-    engine = EngineConfig(max_context_tokens=131_072)
+    engine = EngineConfig(device="cuda", max_context_tokens=131_072, gpu_kernels=gpu_kernels)
     config = share_of(ModelConfig.from_checkpoint(kimi_k3()), size)
     return describe_launches(config, engine, arch, rows, each)
 

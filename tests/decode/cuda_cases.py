@@ -14,7 +14,7 @@ from triton_cases import k3_config, linear_config
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
-from kdecode.config import ModelConfig
+from kdecode.config import GpuKernels, ModelConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.deployment import Deployment
 from kdecode.decode.plan import DecodePlan
@@ -39,7 +39,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_CONTEXT = 256
 
 
-def deployment(config: ModelConfig, cache_dtype: str = "bf16") -> Deployment:
+def deployment(
+    config: ModelConfig, cache_dtype: str = "bf16", gpu_kernels: GpuKernels = "triton"
+) -> Deployment:
     return Deployment(
         config=config,
         device="cuda",
@@ -50,6 +52,7 @@ def deployment(config: ModelConfig, cache_dtype: str = "bf16") -> Deployment:
         max_context_tokens=MAX_CONTEXT,
         arch="sm_90",
         tensors=DEVICE,
+        gpu_kernels=gpu_kernels,
     )
 
 
@@ -75,9 +78,14 @@ class Twins:
 
 
 def build(
-    loaded: Loaded, caches: Caches, rows: int, each: int = 1, memory: PlanMemory | None = None
+    loaded: Loaded,
+    caches: Caches,
+    rows: int,
+    each: int = 1,
+    memory: PlanMemory | None = None,
+    gpu_kernels: GpuKernels = "triton",
 ) -> DecodePlan:
-    where = deployment(loaded.packed.config, caches.cache_dtype)
+    where = deployment(loaded.packed.config, caches.cache_dtype, gpu_kernels)
     return latency_specialized.build(where, loaded.packed, caches, rows, each, memory)
 
 

@@ -5,8 +5,9 @@
 
 memcheck finds accesses outside of a tensor: torch's caching allocator is off, so that each tensor
 is an allocation of its own. racecheck finds hazards in the shared memory of a program. A run is one
-step of every plan below, launched step by step, with the commit of the verify step. Needs a GPU and
-compute-sanitizer in the PATH; the first run compiles the kernels before the tools start.
+step of every plan below with either kind of kernels, launched step by step, with the commit of the
+verify step. Needs a GPU and compute-sanitizer in the PATH; the first run compiles the kernels
+before the tools start.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 TESTS = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
 PRESETS = ("mini", "kimi-linear-mini")
 # Rows, and how many of them are one request's.
 SIZES = ((1, 1), (2, 1), (5, 1), (8, 4))
+KERNELS: tuple[Literal["triton", "cute"], ...] = ("triton", "cute")
 FAILED = 66
 
 
@@ -43,19 +47,20 @@ def run_plans() -> None:
             packed = pack_model(CheckpointReader(directory), "rows", mxfp4="mxfp4_rows")
             parameters = CheckpointReader(directory).load_model()
             loaded = Loaded(to_device(packed, "cuda"), parameters)
-            for rows, each in SIZES:
+            for (rows, each), kernels in product(SIZES, KERNELS):
                 contexts = [70, 0, 64, 5, 1][: rows // each]
                 batch = decode_batch(contexts) if each == 1 else verify_batch(contexts, each)
                 twins = Twins.of(loaded)
                 twins.fill(batch, seed=rows)
-                plan = build(loaded, twins.ours, rows, each)
+                plan = build(loaded, twins.ours, rows, each, gpu_kernels=kernels)
                 load_inputs(plan, batch)
                 plan.run()
                 if each > 1:
                     twins.ours.commit({request.slot: each - 1 for request in batch.requests})
                 torch.cuda.synchronize()
                 finite = bool(torch.isfinite(plan.buffers["logits"]).all())
-                print(f"{preset}, {rows} rows, {each} a request: finite {finite}", flush=True)
+                told = f"{preset}, {rows} rows, {each} a request, {kernels}: finite {finite}"
+                print(told, flush=True)
                 if not finite:
                     sys.exit(FAILED)
 

@@ -10,7 +10,7 @@ from cuda_cases import Twins, build, decode_batch, poison, verify_batch
 from native_cases import Loaded
 
 from kdecode.cache.batch import StepBatch
-from kdecode.config import EngineConfig
+from kdecode.config import EngineConfig, GpuKernels
 from kdecode.decode.graph import GraphPool, capture
 from kdecode.decode.runner import load_inputs
 from kdecode.decode.verify import check_steps, copy_caches
@@ -21,6 +21,8 @@ from kdecode.model.weights import CheckpointReader
 from kdecode.testing.compare import bit_equal
 
 pytestmark = pytest.mark.gpu
+
+KERNELS: tuple[GpuKernels, ...] = ("triton", "cute")
 
 
 @pytest.fixture(scope="module", params=["mini_checkpoint", "mini_linear_checkpoint"])
@@ -34,6 +36,7 @@ def loaded(directory: Path) -> Loaded:
     return Loaded(packed, CheckpointReader(directory).load_model())
 
 
+@pytest.mark.parametrize("gpu_kernels", KERNELS)
 @pytest.mark.parametrize(
     ("batch", "each"),
     [
@@ -44,22 +47,28 @@ def loaded(directory: Path) -> Loaded:
     ],
     ids=["1 row", "3 rows", "8 rows", "2 requests of 4 rows"],
 )
-def test_every_step_against_the_oracle(loaded: Loaded, batch: StepBatch, each: int) -> None:
+def test_every_step_against_the_oracle(
+    loaded: Loaded, batch: StepBatch, each: int, gpu_kernels: GpuKernels
+) -> None:
     twins = Twins.of(loaded)
     twins.fill(batch, seed=1)
-    plan = build(loaded, twins.ours, batch.num_rows, each)
+    plan = build(loaded, twins.ours, batch.num_rows, each, gpu_kernels=gpu_kernels)
     poison(plan)
     checks = list(check_steps(plan, loaded.oracle(twins.theirs), batch, loaded.parameters))
     assert [str(check) for check in checks if not check.is_within] == []
     assert {"conv", "recurrent", "cache row", "route", "logits"} <= {c.buffer for c in checks}
 
 
+@pytest.mark.parametrize("gpu_kernels", KERNELS)
 @pytest.mark.parametrize(("rows", "each"), [(1, 1), (3, 1), (8, 4)])
-def test_replays_with_other_slots_and_acceptance(loaded: Loaded, rows: int, each: int) -> None:
+def test_replays_with_other_slots_and_acceptance(
+    loaded: Loaded, rows: int, each: int, gpu_kernels: GpuKernels
+) -> None:
     """A graph gives the bits of launches one by one, whichever requests a step has."""
     twins, others = Twins.of(loaded), Twins.of(loaded)
-    launched = build(loaded, others.ours, rows, each)
-    recorded = capture(build(loaded, twins.ours, rows, each), GraphPool())
+    launched = build(loaded, others.ours, rows, each, gpu_kernels=gpu_kernels)
+    plan = build(loaded, twins.ours, rows, each, gpu_kernels=gpu_kernels)
+    recorded = capture(plan, GraphPool())
     for turn in range(3):
         contexts = [5 + 60 * place + turn for place in range(rows // each)]
         batch = decode_batch(contexts, turn) if each == 1 else verify_batch(contexts, each, turn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import cute_twin
 import pytest
 import torch
 from torch import Tensor
@@ -149,3 +150,9 @@ def two_threads() -> Pool:
 @pytest.fixture(params=supported_isas())
 def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def cute_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches in CuTe DSL run on the GPU, and where there is none as `cute_twin` imitates them."""
+    cute_twin.install(monkeypatch)

@@ -149,7 +149,7 @@ def compile_all(
     """
     distinct = list(dict.fromkeys(jobs))
     paths = {job: folder / f"{_hash(job)}.json" for job in distinct}
-    found = {job: kept for job, path in paths.items() if (kept := _kept(path)) is not None}
+    found = {job: kept for job, path in paths.items() if (kept := kept_result(path)) is not None}
     missing = [job for job in distinct if job not in found]
     errors = []
     # Kept one by one, so that what was done is not lost with what is not.
@@ -158,7 +158,7 @@ def compile_all(
             errors.append(f"{job.name} for {job.arch}: {result}")
             continue
         found[job] = result
-        _keep(paths[job], result)
+        keep_result(paths[job], result)
     if errors:
         raise CompileError("\n".join(errors))
     return {job: found[job] for job in distinct}
@@ -194,7 +194,7 @@ def compile_one(job: CompileJob) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        registers, stack, local = _usage(Path(file.name))
+        registers, stack, local = machine_usage(Path(file.name))
     return Resources(registers, stack + local, compiled.metadata.shared)
 
 
@@ -210,7 +210,7 @@ def source_of(job: CompileJob) -> ASTSource:
     return ASTSource(kernel, dict(job.signature), dict(job.constants), attributes)
 
 
-def _usage(cubin: Path) -> tuple[int, ...]:
+def machine_usage(cubin: Path) -> tuple[int, ...]:
     """Registers, stack and local bytes of the one kernel in a file.
 
     Its static shared memory is what the hardware keeps for itself; Triton's is dynamic.
@@ -231,7 +231,7 @@ def _hash(job: CompileJob) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _kept(path: Path) -> Resources | None:
+def kept_result(path: Path) -> Resources | None:
     """A result of an earlier run; None where there is none that can be read."""
     try:
         return Resources(**json.loads(path.read_text(encoding="utf-8")))
@@ -239,7 +239,7 @@ def _kept(path: Path) -> Resources | None:
         return None
 
 
-def _keep(path: Path, resources: Resources) -> None:
+def keep_result(path: Path, resources: Resources) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(json.dumps(dataclasses.asdict(resources)))
