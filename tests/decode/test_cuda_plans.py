@@ -41,7 +41,7 @@ ALL = tuple(
     f"{arch}/{size}/{rows}/{each}"
     for arch in SHARED_LIMITS
     for size in SIZES
-    for rows, each in ((1, 1), (2, 1), (8, 8), (64, 1))
+    for rows, each in ((1, 1), (2, 1), (4, 1), (8, 8), (64, 1))
 )
 # Why a kernel spills registers, by name; without a reason none may.
 SPILLS: dict[str, str] = {}
