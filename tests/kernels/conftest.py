@@ -102,10 +102,18 @@ def _integers(rows: int, cols: int, generator: torch.Generator, bits: int) -> Ra
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     codes = torch.randint(low, high, (rows, cols), generator=generator)
     scales = torch.randn(rows, cols // 32, generator=generator).to(torch.bfloat16)
+    return _pack_integers(codes, scales, bits)
+
+
+def _pack_integers(codes: Tensor, scales: Tensor, bits: int) -> RandomMatrix:
+    """Whole numbers [rows, cols] and bf16 scales [rows, cols / 32]."""
+    rows, cols = codes.shape
     dense = codes.double() * scales.double().repeat_interleave(32, dim=1)
-    data = _nibbles(codes & 15)
     if bits == 8:
-        data = torch.stack([_nibbles(codes >> 4 & 15), data], dim=3)
+        pairs = _pad_rows(codes, 0).to(torch.int8).view(-1, 16, cols // 32, 16, 2)
+        data = pairs.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8)
+    else:
+        data = _nibbles(codes & 15)
     packed_scales = _pad_rows(scales, 0).view(-1, 16, cols // 32).permute(0, 2, 1).contiguous()
     data = data.reshape(-1, cols // 32, bits * 64)
     kind = "int8_tiles" if bits == 8 else "int4_tiles"
@@ -133,6 +141,12 @@ def random_matrix() -> Callable[..., RandomMatrix]:
         return _mxfp4(rows, cols, generator, scale_bytes)
 
     return make
+
+
+@pytest.fixture
+def integer_matrix() -> Callable[[Tensor, Tensor], RandomMatrix]:
+    """integer_matrix(codes, scales) -> a matrix in "int8_tiles" with these numbers."""
+    return lambda codes, scales: _pack_integers(codes, scales, 8)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,8 @@ void move_residual(const AttnOutArgs& args, std::int64_t at, int count) {
 void attn_out_of_ranks(const AttnOutArgs& args, Worker& worker) {
   const Tiles& w = args.o_proj;
   Parts parts(*args.exchange, worker);
-  linear_tiles(w, args.rows, Rows(args.attn_out, args.rows, w.cols).at, parts.mine<float>(), worker);
+  Rows in(worker, args.attn_out, args.rows, w.cols);
+  linear_tiles(w, in, parts.mine<float>(), worker);
   parts.complete();
   split_columns(worker, args.rows, w.rows, [&](std::int64_t row, std::int64_t start, int columns) {
     const std::int64_t at = row * w.rows + start;
@@ -35,11 +36,11 @@ void attn_out_of_ranks(const AttnOutArgs& args, Worker& worker) {
 void attn_out(const AttnOutArgs& args, Worker& worker) {
   if (args.exchange != nullptr) return attn_out_of_ranks(args, worker);
   const Tiles& w = args.o_proj;
-  const Rows in(args.attn_out, args.rows, w.cols);
+  Rows in(worker, args.attn_out, args.rows, w.cols);
   // Whoever computes a tile's columns of the delta also moves the residual there, so nobody waits.
   worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) {
-      linear_tile(w, tile, args.rows, in.at, args.attn_delta, w.rows);
+      linear_tile(w, tile, in, args.attn_delta, w.rows);
       for (int r = 0; r < args.rows; ++r) move_residual(args, r * w.rows + tile * kTileRows, tile_width(w, tile));
     }
   });

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kdecode.config import MXFP4_GROUP
 from kdecode.kernels.common.matrix import (
-    GROUP_BYTES,
     INTEGER_BITS,
     TILE_ROWS,
     Matrix,
@@ -25,8 +24,6 @@ from kdecode.kernels.common.matrix import (
 )
 
 _GROUP = MXFP4_GROUP
-# Codes of h and l of 8 bits are in memory by turns, a line of each.
-_LINE_BYTES = 64
 
 
 def quantise_tiles(matrix: Matrix, target: MatrixFormat) -> Matrix | None:
@@ -48,10 +45,7 @@ def quantise_tiles(matrix: Matrix, target: MatrixFormat) -> Matrix | None:
     if bits == 4:
         data.copy_(_nibble_tiles(codes & 15))
     else:
-        lines = data.view(tiles, groups, -1, 2, _LINE_BYTES)
-        for part, nibbles in enumerate((codes >> 4 & 15, codes & 15)):
-            packed = _nibble_tiles(nibbles)
-            lines[:, :, :, part] = packed.view(tiles, groups, -1, _LINE_BYTES)
+        _fill_byte_tiles(codes, data)
     return Matrix(target, matrix.rows, matrix.cols, data, scales)
 
 
@@ -74,20 +68,32 @@ def round_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantise_integers(matrix: Matrix) -> Tensor:
     """bf16 [rows, cols]: whole numbers times scales, rounded to the nearest."""
     assert matrix.scales is not None
-    tiles, groups = matrix.data.shape[:2]
+    groups = matrix.data.shape[1]
     if INTEGER_BITS[matrix.format] == 4:
-        codes = _nibbles(matrix, matrix.data)
+        codes = _nibbles(matrix)
         codes = (codes ^ 8) - 8
     else:
-        lines = matrix.data.view(tiles, groups, -1, 2, _LINE_BYTES)
-        high, low = (
-            _nibbles(matrix, lines[:, :, :, part].reshape(tiles, groups, GROUP_BYTES))
-            for part in (0, 1)
-        )
-        codes = ((high ^ 8) - 8) * 16 + low
+        codes = _bytes(matrix)
     scale = matrix.scales.transpose(1, 2).reshape(-1, groups)[: matrix.rows].float()
     values = codes.view(matrix.rows, groups, _GROUP).float() * scale.unsqueeze(-1)
     return values.view(matrix.rows, matrix.cols).bfloat16()
+
+
+def _fill_byte_tiles(codes: Tensor, data: Tensor) -> None:
+    """Codes int8 [rows, cols] to the byte order of "tiles", [tiles, groups, 512]."""
+    rows, pairs = codes.shape[0], codes.shape[1] // 2
+    # A pair of neighbouring columns is one 16-bit number.
+    padded = torch.zeros(data.shape[0] * TILE_ROWS, pairs, dtype=torch.int16)
+    padded[:rows] = codes.view(torch.int16)
+    lines = data.view(torch.int16).view(-1, pairs, TILE_ROWS)
+    lines.copy_(padded.view(-1, TILE_ROWS, pairs).transpose(1, 2))
+
+
+def _bytes(matrix: Matrix) -> Tensor:
+    """The inverse of `_fill_byte_tiles`, int8 [rows, cols]."""
+    lines = matrix.data.contiguous().view(torch.int16).view(-1, matrix.cols // 2, TILE_ROWS)
+    rows = lines.transpose(1, 2).reshape(-1, matrix.cols // 2)[: matrix.rows]
+    return rows.contiguous().view(torch.int8)
 
 
 def _nibble_tiles(codes: Tensor) -> Tensor:
@@ -98,8 +104,9 @@ def _nibble_tiles(codes: Tensor) -> Tensor:
     return pack_mxfp4_tiles(packed, no_scales).data
 
 
-def _nibbles(matrix: Matrix, data: Tensor) -> Tensor:
+def _nibbles(matrix: Matrix) -> Tensor:
     """The inverse of `_nibble_tiles`, int16 [rows, cols]."""
-    no_scales = data.new_zeros(*data.shape[:2], TILE_ROWS)
-    packed, _ = to_mxfp4(Matrix("mxfp4_tiles", matrix.rows, matrix.cols, data, no_scales))
+    no_scales = matrix.data.new_zeros(*matrix.data.shape[:2], TILE_ROWS)
+    codes = Matrix("mxfp4_tiles", matrix.rows, matrix.cols, matrix.data, no_scales)
+    packed, _ = to_mxfp4(codes)
     return torch.stack([packed & 15, packed >> 4], dim=-1).view(matrix.rows, -1).to(torch.int16)

@@ -27,7 +27,8 @@ std::vector<const KernelTable*> supported_tables() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                          __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+                          __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
+                          __builtin_cpu_supports("avx512vnni");
   if (has_avx512) tables.push_back(&avx512::table());
   if (has_avx2) tables.push_back(&avx2::table());
 #endif

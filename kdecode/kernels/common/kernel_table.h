@@ -24,7 +24,8 @@ struct KernelTable {
 
   const char* isa;
   std::vector<Step> steps;
-  void (*tile_dot)(const Tiles&, std::int64_t tile, int num_rows, const bf16* const* x, float* y);
+  void (*tile_dot)(const Tiles&, std::int64_t tile, int num_rows, const void* const* x, float* y);
+  void (*prepare_row)(const Tiles&, const bf16* x, void* out);
   void (*unpack_tile)(const Tiles&, std::int64_t tile, bf16* out);
   void (*linear)(const LinearArgs&);
   void (*unpack)(const Tiles&, bf16* out);

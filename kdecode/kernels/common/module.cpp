@@ -114,13 +114,9 @@ std::int64_t run_differing_tiles(const std::string& isa, const Tiles& w, const T
   return differing_tiles(isa, w, other);
 }
 
-void run_tile_dot(const std::string& isa, const Tiles& w, int num_rows, std::uintptr_t x, std::uintptr_t y) {
+void run_tile_products(const std::string& isa, const Tiles& w, int num_rows, std::uintptr_t x, std::uintptr_t y) {
   check_num_rows(num_rows);
-  const bf16* rows[kMaxRows] = {};
-  for (int r = 0; r < num_rows; ++r) rows[r] = reinterpret_cast<const bf16*>(x) + r * w.cols;
-  for (std::int64_t tile = 0; tile < w.num_tiles(); ++tile) {
-    kernel_table(isa).tile_dot(w, tile, num_rows, rows, reinterpret_cast<float*>(y) + tile * num_rows * kTileRows);
-  }
+  tile_products(isa, w, num_rows, reinterpret_cast<const bf16*>(x), reinterpret_cast<float*>(y));
 }
 
 std::vector<double> run_time_tile_dot(Pool& pool, const std::string& isa, const Tiles& w, int num_rows, std::uintptr_t x,
@@ -173,7 +169,7 @@ void bind_running(nb::module_& m) {
 
 void bind_probes(nb::module_& m) {
   const auto released = nb::call_guard<nb::gil_scoped_release>();
-  m.def("tile_dot", run_tile_dot, released, nb::arg("isa"), nb::arg("w"), nb::arg("num_rows"), nb::arg("x"), nb::arg("y"),
+  m.def("tile_dot", run_tile_products, released, nb::arg("isa"), nb::arg("w"), nb::arg("num_rows"), nb::arg("x"), nb::arg("y"),
         "y [tiles, num_rows, 16] fp32 = W x for x [num_rows, cols] bf16, on this thread.");
   m.def("time_tile_dot", run_time_tile_dot, released, nb::arg("pool"), nb::arg("isa"), nb::arg("w"), nb::arg("num_rows"),
         nb::arg("x"), nb::arg("y"), nb::arg("repeats"), "Seconds of each of `repeats` products, as tile_dot but on all threads.");

@@ -27,8 +27,8 @@ enum class TileFormat : std::int32_t { kBf16 = 0, kMxfp4 = 1, kPacked12 = 2, kIn
 //         multiple of 8.
 // kInt4:  the codes of kMxfp4, but they are whole numbers from -8 to 7 in two's complement, and
 //         scales[((tile * (cols / 32) + group) * 16 + row_in_tile) * 2], bf16.
-// kInt8:  the same with whole numbers 16 * h + l, -8 <= h < 8 and 0 <= l < 16: a block of 8 columns is a 64-byte line of the h,
-//         then one of the l.
+// kInt8:  the order of kBf16, a byte a weight: codes[(tile * (cols / 2) + pair) * 32 + row_in_tile * 2 + parity], whole numbers in
+//         two's complement; scales as in kInt4. cols is a multiple of 32.
 struct Tiles {
   const void* data = nullptr;
   const std::uint8_t* scales = nullptr;
@@ -44,6 +44,8 @@ struct Tiles {
     if (format == TileFormat::kInt8) return cols / 32 * 544;
     return format == TileFormat::kBf16 ? cols * 32 : cols / 32 * 272;
   }
+  // Of a row of x as the kernels read it, where that is not the bf16 row itself: 16 bits a number, an fp32 step for 32 of them.
+  std::int64_t input_bytes() const { return format == TileFormat::kInt8 ? cols / 32 * 68 : 0; }
 };
 
 // The same matrix of every expert of a layer; plans of all numbers of rows share one.

@@ -24,6 +24,16 @@ constexpr std::int64_t kReadBytes = 64 * 1024;
 // Of one claim of the read loop; long, because the hardware prefetcher restarts at each.
 constexpr std::int64_t kStreamBytes = 512 * 1024;
 
+// Addresses of the rows of x [num_rows, w.cols] as tile_dot reads them; prepared ones are put into `memory`.
+void input_rows(const KernelTable& table, const Tiles& w, int num_rows, const bf16* x, char* memory, const void** rows) {
+  for (int r = 0; r < num_rows; ++r) {
+    rows[r] = x + r * w.cols;
+    if (w.input_bytes() == 0) continue;
+    table.prepare_row(w, x + r * w.cols, memory + r * w.input_bytes());
+    rows[r] = memory + r * w.input_bytes();
+  }
+}
+
 }  // namespace
 
 std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int items) {
@@ -34,6 +44,8 @@ std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int it
     run_on(pool, [&](Worker& worker) {
       for (int phase = 0; phase < phases; ++phase) {
         const std::int64_t before = rounds + phase;
+        auto* const own = static_cast<std::int64_t*>(worker.scratch((phase + 1) * 256));
+        *own = before + worker.index();
         for (int split = 0; split < splits; ++split) {
           worker.split(items, 1 + split % 3, [&](std::int64_t begin, std::int64_t end) {
             for (std::int64_t i = begin; i < end; ++i) {
@@ -42,6 +54,7 @@ std::int64_t pool_self_test(Pool& pool, int jobs, int phases, int splits, int it
           });
         }
         worker.barrier();
+        if (*own != before + worker.index()) faults.fetch_add(1);
         // Everything was taken once more, whoever took it; nobody may start the next phase before all have seen that.
         for (const auto& count : taken) {
           if (count.load(std::memory_order_relaxed) != before + 1) faults.fetch_add(1);
@@ -94,12 +107,12 @@ std::vector<double> time_tile_dot(Pool& pool, const std::string& isa, const Tile
                                   int repeats) {
   const KernelTable& table = kernel_table(isa);
   const std::int64_t chunk = std::max<std::int64_t>(1, kReadBytes / w.tile_bytes());
-  const bf16* rows[kMaxRows] = {};
-  for (int r = 0; r < num_rows; ++r) rows[r] = x + r * w.cols;
   std::vector<double> seconds;
   for (int repeat = 0; repeat < repeats; ++repeat) {
     const double start = seconds_now();
     run_on(pool, [&](Worker& worker) {
+      const void* rows[kMaxRows];
+      input_rows(table, w, num_rows, x, static_cast<char*>(worker.scratch(num_rows * w.input_bytes())), rows);
       worker.split(w.num_tiles(), chunk, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t tile = begin; tile < end; ++tile) table.tile_dot(w, tile, num_rows, rows, y + tile * num_rows * kTileRows);
       });
@@ -107,6 +120,16 @@ std::vector<double> time_tile_dot(Pool& pool, const std::string& isa, const Tile
     seconds.push_back(seconds_now() - start);
   }
   return seconds;
+}
+
+void tile_products(const std::string& isa, const Tiles& w, int num_rows, const bf16* x, float* y) {
+  const KernelTable& table = kernel_table(isa);
+  std::vector<char> memory(num_rows * w.input_bytes());
+  const void* rows[kMaxRows];
+  input_rows(table, w, num_rows, x, memory.data(), rows);
+  for (std::int64_t tile = 0; tile < w.num_tiles(); ++tile) {
+    table.tile_dot(w, tile, num_rows, rows, y + tile * num_rows * kTileRows);
+  }
 }
 
 }  // namespace kdecode

@@ -5,6 +5,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -69,6 +70,15 @@ struct alignas(kLine) Counter {
   std::atomic<std::int64_t> next{0};
 };
 
+// Memory of one thread.
+struct Scratch {
+  struct Free {
+    void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{kLine}); }
+  };
+  std::unique_ptr<void, Free> memory;
+  std::int64_t bytes = 0;
+};
+
 }  // namespace
 
 // A job is a phase or several, separated by barriers; its end is a barrier, too.
@@ -79,7 +89,7 @@ struct alignas(kLine) Counter {
 // zero whenever it is opened. A phase of more than kCounters splits gets barriers of its own (open_counter), which is possible
 // because all threads execute the same sequence.
 struct PoolState {
-  PoolState(int count, int spins) : count(count), spins(spins), caller(*this, 0, count) {}
+  PoolState(int count, int spins) : count(count), spins(spins), scratch(count), caller(*this, 0, count) {}
 
   const int count;
   const int spins;
@@ -87,6 +97,7 @@ struct PoolState {
   Gate start;    // one arrival a job
   Gate arrived;  // num_threads arrivals a barrier
   Counter counters[2][kCounters];
+  std::vector<Scratch> scratch;  // of each thread
   void (*job)(void*, Worker&) = nullptr;  // null ends the threads
   void* context = nullptr;
   Worker caller;
@@ -110,6 +121,15 @@ void Worker::barrier() {
 std::atomic<std::int64_t>& Worker::open_counter() {
   if (splits_ == kCounters) barrier();
   return state_.counters[bank_][splits_++].next;
+}
+
+void* Worker::scratch(std::int64_t bytes) {
+  Scratch& own = state_.scratch[index_];
+  if (own.bytes < bytes) {
+    own.memory.reset(::operator new(static_cast<std::size_t>(bytes), std::align_val_t{kLine}));
+    own.bytes = bytes;
+  }
+  return own.memory.get();
 }
 
 namespace {

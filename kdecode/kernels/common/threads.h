@@ -24,6 +24,10 @@ class Worker {
   // Waits until every thread of the job is here; writes before it are visible after it.
   void barrier();
 
+  // At least `bytes` of memory of this thread's own, on a cache line. The next call may move it and what is in it is lost then; it
+  // grows in the first job that needs more than any before.
+  void* scratch(std::int64_t bytes);
+
   // Hands out [0, n) in chunks of `chunk` items to whichever thread asks first; calls body(begin, end). No barrier at the end.
   template <class Body>
   void split(std::int64_t n, std::int64_t chunk, Body&& body) {

@@ -3,7 +3,8 @@
 //   dot_bf16(lines, pairs, num_rows, x, y)             y = 16 rows of W times x, W in kBf16 lines
 //   dot_mxfp4(codes, scales, groups, num_rows, x, y)   the same for MXFP4
 //   dot_packed12(tile, num_rows, x, y)                 the same for kPacked12: the very sums of dot_bf16
-//   dot_integers<bits>(codes, scales, groups, num_rows, x, y)   the same for kInt4 and kInt8
+//   dot_int4(codes, scales, groups, num_rows, x, y)    the same for kInt4
+//   dot_int8(codes, scales, groups, num_rows, x, y)    the same for kInt8, x as round_inputs makes it
 //   decode_block(block, table, lines)                  192 bytes of a packed tile -> 4 kBf16 lines, not corrected
 //   decode_group(codes, lines)                         256 bytes of codes -> 16 kBf16 lines, not scaled
 //
@@ -71,24 +72,38 @@ void scale_lines(bf16* lines, const std::uint8_t* scales) {
   }
 }
 
+// Addresses of rows by what is at them.
+template <class T>
+struct TypedRows {
+  TypedRows(const void* const* x, int num_rows) {
+    for (int r = 0; r < num_rows; ++r) at[r] = static_cast<const T*>(x[r]);
+  }
+  const T* at[kMaxRows];
+};
+
 }  // namespace
 
-void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, float* y) {
-  if (w.format == TileFormat::kBf16) {
-    const std::int64_t pairs = w.cols / 2;
-    dot_bf16(static_cast<const bf16*>(w.data) + tile * pairs * kLineValues, pairs, num_rows, x, y);
-    return;
-  }
-  if (w.format == TileFormat::kPacked12) return dot_packed12(Packed12Tile(w, tile), num_rows, x, y);
+void tile_dot(const Tiles& w, std::int64_t tile, int num_rows, const void* const* x, float* y) {
   const std::int64_t groups = w.cols / kGroupColumns, first = tile * groups;
   const auto* const codes = static_cast<const std::uint8_t*>(w.data);
-  if (w.format == TileFormat::kInt4) {
-    return dot_integers<4>(codes + first * integer_group_bytes(4), w.scales + first * 32, groups, num_rows, x, y);
-  }
   if (w.format == TileFormat::kInt8) {
-    return dot_integers<8>(codes + first * integer_group_bytes(8), w.scales + first * 32, groups, num_rows, x, y);
+    const TypedRows<std::int16_t> rows(x, num_rows);
+    return dot_int8(codes + first * integer_group_bytes(8), w.scales + first * 32, groups, num_rows, rows.at, y);
   }
-  dot_mxfp4(codes + first * kGroupBytes, w.scales + first * kTileRows, groups, num_rows, x, y);
+  const TypedRows<bf16> rows(x, num_rows);
+  if (w.format == TileFormat::kBf16) {
+    const std::int64_t pairs = w.cols / 2;
+    return dot_bf16(static_cast<const bf16*>(w.data) + tile * pairs * kLineValues, pairs, num_rows, rows.at, y);
+  }
+  if (w.format == TileFormat::kPacked12) return dot_packed12(Packed12Tile(w, tile), num_rows, rows.at, y);
+  if (w.format == TileFormat::kInt4) {
+    return dot_int4(codes + first * integer_group_bytes(4), w.scales + first * 32, groups, num_rows, rows.at, y);
+  }
+  dot_mxfp4(codes + first * kGroupBytes, w.scales + first * kTileRows, groups, num_rows, rows.at, y);
+}
+
+void prepare_row(const Tiles& w, const bf16* x, void* out) {
+  round_inputs(x, w.cols, static_cast<std::int16_t*>(out));
 }
 
 void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out) {
@@ -112,10 +127,10 @@ void unpack_tile(const Tiles& w, std::int64_t tile, bf16* out) {
       decode_group(codes + index * kGroupBytes, lines);
       scale_lines(lines, w.scales + index * kTileRows);
     } else if (w.format == TileFormat::kInt4) {
-      decode_integers<4>(codes + index * integer_group_bytes(4), lines);
+      decode_int4(codes + index * integer_group_bytes(4), lines);
       scale_integers(lines, w.scales + index * 32);
     } else {
-      decode_integers<8>(codes + index * integer_group_bytes(8), lines);
+      decode_int8(codes + index * integer_group_bytes(8), lines);
       scale_integers(lines, w.scales + index * 32);
     }
     transpose_lines(lines, kGroupLines, num_rows, w.cols, out + group * kGroupColumns);

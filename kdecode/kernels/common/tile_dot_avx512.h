@@ -1,4 +1,4 @@
-// AVX-512 with BF16 and VBMI. Only for tile_dot.cpp.
+// AVX-512 with BF16, VBMI and VNNI. Only for tile_dot.cpp.
 #pragma once
 
 #include <immintrin.h>
@@ -61,8 +61,8 @@ inline void run_pass(int rows, int first, Pass&& pass) {
 // is the same for any number of rows), and
 //   add<rows>(first column, columns, x, sums)   adds the products of a block to sums [rows, kChains, 16]
 //   finish(column)                              every pass over the block that ends there is done
-template <class Codes>
-void dot_blocks(Codes tile, std::int64_t columns, int num_rows, const bf16* const* x, float* y) {
+template <class Codes, class X>
+void dot_blocks(Codes tile, std::int64_t columns, int num_rows, const X* const* x, float* y) {
   constexpr int kRowSums = Codes::kChains * kTileRows;
   alignas(64) float sums[kMaxRows * kRowSums];
   std::memset(sums, 0, num_rows * kRowSums * sizeof(float));

@@ -34,13 +34,52 @@ inline std::int64_t units_per_claim(std::int64_t unit_bytes) {
   return units > 1 ? units : 1;
 }
 
-// Addresses of the rows of a row-major buffer.
-struct Rows {
-  Rows(const bf16* base, int rows, std::int64_t stride) {
-    for (int r = 0; r < rows; ++r) at[r] = base + r * stride;
+// Rows of x that one thread multiplies matrices of one width with.
+class Rows {
+ public:
+  explicit Rows(Worker& worker) : worker_(worker) {}
+  // Of a row-major buffer.
+  Rows(Worker& worker, const bf16* base, int count, std::int64_t stride) : worker_(worker), count_(count) {
+    for (int r = 0; r < count; ++r) plain_[r] = base + r * stride;
   }
-  const bf16* at[kMaxRows];
+
+  // Other rows instead; `row(r)` is the address of one.
+  template <class Row>
+  void set(int count, Row&& row) {
+    count_ = count;
+    is_prepared_ = false;
+    for (int r = 0; r < count; ++r) plain_[r] = row(r);
+  }
+
+  int count() const { return count_; }
+
+  // As tile_dot reads them with `w`. Prepared rows are in the thread's scratch, so that they last until other Rows prepare theirs.
+  const void* const* of(const Tiles& w) {
+    if (w.input_bytes() == 0) return plain_;
+    if (!is_prepared_) prepare(w);
+    return prepared_;
+  }
+
+ private:
+  void prepare(const Tiles& w) {
+    const std::int64_t bytes = w.input_bytes();
+    auto* const memory = static_cast<char*>(worker_.scratch(count_ * bytes));
+    for (int r = 0; r < count_; ++r) {
+      prepare_row(w, static_cast<const bf16*>(plain_[r]), memory + r * bytes);
+      prepared_[r] = memory + r * bytes;
+    }
+    is_prepared_ = true;
+  }
+
+  Worker& worker_;
+  int count_ = 0;
+  bool is_prepared_ = false;
+  const void* plain_[kMaxRows];
+  const void* prepared_[kMaxRows];
 };
+
+// y[r * 16 + i] = the products of all rows, as the other tile_dot.
+inline void tile_dot(const Tiles& w, std::int64_t tile, Rows& x, float* y) { tile_dot(w, tile, x.count(), x.of(w), y); }
 
 // Output rows of W that a tile really has (the last one may be padded).
 inline int tile_width(const Tiles& w, std::int64_t tile) {
@@ -54,32 +93,31 @@ inline void put(float sum, float* out) { *out = sum; }
 
 // out[r * stride + tile * 16 + i] = W x[r], rounded if Out is bf16.
 template <class Out>
-inline void linear_tile(const Tiles& w, std::int64_t tile, int num_rows, const bf16* const* x, Out* out, std::int64_t stride) {
+inline void linear_tile(const Tiles& w, std::int64_t tile, Rows& x, Out* out, std::int64_t stride) {
   float sums[kMaxRows * kTileRows];
-  tile_dot(w, tile, num_rows, x, sums);
+  tile_dot(w, tile, x, sums);
   const int width = tile_width(w, tile);
-  for (int r = 0; r < num_rows; ++r) {
+  for (int r = 0; r < x.count(); ++r) {
     for (int i = 0; i < width; ++i) put(sums[r * kTileRows + i], out + r * stride + tile * kTileRows + i);
   }
 }
 
-// out = W x of all tiles, [num_rows, W.rows], split over the threads by bytes. No barrier at the end.
+// out = W x of all tiles, [x.count(), W.rows], split over the threads by bytes. No barrier at the end.
 template <class Out>
-inline void linear_tiles(const Tiles& w, int num_rows, const bf16* const* x, Out* out, Worker& worker) {
+inline void linear_tiles(const Tiles& w, Rows& x, Out* out, Worker& worker) {
   worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, num_rows, x, out, w.rows);
+    for (std::int64_t tile = first; tile < last; ++tile) linear_tile(w, tile, x, out, w.rows);
   });
 }
 
 // Tiles 2 * pair and 2 * pair + 1 of an interleaved gate_up matrix: out[r][pair * 16 + i] = act(gate, up), rounded once from
 // gate and up as linear outputs (bf16).
-inline void gated_pair(const Tiles& gate_up, std::int64_t pair, int num_rows, const bf16* const* x,
-                       const Activation& activation, bf16* const* out) {
+inline void gated_pair(const Tiles& gate_up, std::int64_t pair, Rows& x, const Activation& activation, bf16* const* out) {
   float gate[kMaxRows * kTileRows];
   float up[kMaxRows * kTileRows];
-  tile_dot(gate_up, 2 * pair, num_rows, x, gate);
-  tile_dot(gate_up, 2 * pair + 1, num_rows, x, up);
-  const int count = num_rows * kTileRows;
+  tile_dot(gate_up, 2 * pair, x, gate);
+  tile_dot(gate_up, 2 * pair + 1, x, up);
+  const int count = x.count() * kTileRows;
   for (int i = 0; i < count; ++i) {
     gate[i] = widen(round_bf16(gate[i]));
     up[i] = widen(round_bf16(up[i]));
@@ -89,7 +127,7 @@ inline void gated_pair(const Tiles& gate_up, std::int64_t pair, int num_rows, co
   } else {
     for (int i = 0; i < count; ++i) gate[i] = silu(gate[i]) * up[i];
   }
-  for (int r = 0; r < num_rows; ++r) {
+  for (int r = 0; r < x.count(); ++r) {
     for (int i = 0; i < kTileRows; ++i) out[r][pair * kTileRows + i] = round_bf16(gate[r * kTileRows + i]);
   }
 }

@@ -17,7 +17,8 @@ void draft_context(const DraftContextArgs& args, Worker& worker) {
     });
     worker.barrier();
   }
-  linear_tiles(args.proj, args.rows, Rows(in, args.rows, columns).at, args.projected, worker);
+  Rows rows(worker, in, args.rows, columns);
+  linear_tiles(args.proj, rows, args.projected, worker);
   worker.barrier();
   worker.split(args.rows, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t row = first; row < last; ++row) {

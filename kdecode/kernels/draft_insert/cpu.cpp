@@ -10,7 +10,8 @@ namespace kdecode::KD_NS {
 
 void draft_insert(const DraftInsertArgs& args, Worker& worker) {
   const std::int64_t width = args.proj.rows;
-  linear_tiles(args.proj, args.rows, Rows(args.context, args.rows, args.proj.cols).at, args.projected, worker);
+  Rows rows(worker, args.context, args.rows, args.proj.cols);
+  linear_tiles(args.proj, rows, args.projected, worker);
   worker.barrier();
   worker.split(args.rows, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t row = first; row < last; ++row) {

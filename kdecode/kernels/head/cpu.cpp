@@ -7,11 +7,11 @@ namespace kdecode::KD_NS {
 namespace {
 
 // Each rank has the logits of its part of the vocabulary, and gets all.
-void logits_of_ranks(const HeadArgs& args, const Rows& in, Worker& worker) {
+void logits_of_ranks(const HeadArgs& args, Rows& in, Worker& worker) {
   const int rows = args.mix.rows;
   const std::int64_t own = args.weight.rows;
   Parts parts(*args.exchange, worker);
-  linear_tiles(args.weight, rows, in.at, parts.mine<bf16>(), worker);
+  linear_tiles(args.weight, in, parts.mine<bf16>(), worker);
   parts.complete();
   split_parts(worker, rows, parts.size(), own, [&](std::int64_t row, int rank, std::int64_t start, int columns) {
     const bf16* part = parts.of<bf16>(rank) + row * own + start;
@@ -28,12 +28,12 @@ void head(const HeadArgs& args, Worker& worker) {
 
   mix_norm(args.mix, worker);
 
-  const Rows in(args.mix.norm_out, rows, args.mix.width);
+  Rows in(worker, args.mix.norm_out, rows, args.mix.width);
   if (args.exchange != nullptr) return logits_of_ranks(args, in, worker);
   worker.split(args.weight.num_tiles(), units_per_claim(args.weight.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) {
       float sums[kMaxRows * kTileRows];
-      tile_dot(args.weight, tile, rows, in.at, sums);
+      tile_dot(args.weight, tile, in, sums);
       const int columns = tile_width(args.weight, tile);
       for (int r = 0; r < rows; ++r) {
         float* out = args.logits + r * vocab + tile * kTileRows;

@@ -216,16 +216,16 @@ struct Columns {
 };
 
 // The log decay and beta of one head, all rows.
-void head_gates(const KdaFrontArgs& args, int head) {
+void head_gates(const KdaFrontArgs& args, int head, Worker& worker) {
   const Columns columns(args);
   const int dim = args.head_dim, rows = args.mix.rows;
   const std::int64_t proj_width = args.in_proj.rows;
-  const Rows in(args.kda_proj + columns.decay, rows, proj_width);
+  Rows in(worker, args.kda_proj + columns.decay, rows, proj_width);
   const float scale = args.decay_scale[head];
   float sums[kMaxRows * kTileRows];
   for (int start = 0; start < dim; start += kTileRows) {
     const std::int64_t channel = std::int64_t{head} * dim + start;
-    tile_dot(args.f_b, channel / kTileRows, rows, in.at, sums);
+    tile_dot(args.f_b, channel / kTileRows, in, sums);
     for (int r = 0; r < rows; ++r) {
       float* const out = args.kda_decay + r * columns.width + channel;
       for (int i = 0; i < kTileRows; ++i) {
@@ -296,19 +296,19 @@ void delta_rule_run(const KdaFrontArgs& args, int head, int first, int last) {
 }
 
 // One head of all rows, in row order: rows of one slot are consecutive tokens.
-void run_head(const KdaFrontArgs& args, int head) {
+void run_head(const KdaFrontArgs& args, int head, Worker& worker) {
   const Columns columns(args);
   const int dim = args.head_dim, rows = args.mix.rows;
   const std::int64_t width = columns.width, proj_width = args.in_proj.rows;
   const std::int64_t channel = std::int64_t{head} * dim;
-  head_gates(args, head);
+  head_gates(args, head, worker);
   const bool has_low_rank_gate = args.g_b.data != nullptr;
   bf16 low_rank_gate[kMaxRows * kMaxKdaHeadDim];
   if (has_low_rank_gate) {
-    const Rows in(args.kda_proj + columns.gate, rows, proj_width);
+    Rows in(worker, args.kda_proj + columns.gate, rows, proj_width);
     float sums[kMaxRows * kTileRows];
     for (int start = 0; start < dim; start += kTileRows) {
-      tile_dot(args.g_b, (channel + start) / kTileRows, rows, in.at, sums);
+      tile_dot(args.g_b, (channel + start) / kTileRows, in, sums);
       for (int r = 0; r < rows; ++r) {
         for (int i = 0; i < kTileRows; ++i) low_rank_gate[r * dim + start + i] = round_bf16(sums[r * kTileRows + i]);
       }
@@ -332,12 +332,12 @@ void kda_front(const KdaFrontArgs& args, Worker& worker) {
   const int rows = args.mix.rows;
   mix_norm(args.mix, worker);
 
-  const Rows in(args.mix.norm_out, rows, args.in_proj.cols);
-  linear_tiles(args.in_proj, rows, in.at, args.kda_proj, worker);
+  Rows in(worker, args.mix.norm_out, rows, args.in_proj.cols);
+  linear_tiles(args.in_proj, in, args.kda_proj, worker);
   worker.barrier();
 
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t head = first; head < last; ++head) run_head(args, static_cast<int>(head));
+    for (std::int64_t head = first; head < last; ++head) run_head(args, static_cast<int>(head), worker);
   });
 }
 

@@ -51,26 +51,28 @@ void norm_query(const MlaFrontArgs& args, int row) {
 }
 
 // mla_query of one head, all rows: q_b, then W_UK transposed.
-void query_head(const MlaFrontArgs& args, int head) {
+void query_head(const MlaFrontArgs& args, int head, Worker& worker) {
   const Shape shape(args);
   const int rows = args.mix.rows;
   bf16 queries[kMaxRows * kMaxMlaHeadDim];
-  const bf16* query[kMaxRows];
+  // Of this head: made here, or columns of the projection.
+  const bf16* first_query = args.mla_proj + std::int64_t{head} * shape.qk_dim;
+  std::int64_t query_stride = args.in_proj.rows;
   float sums[kMaxRows * kTileRows];
   if (args.q_b.data != nullptr) {
-    const Rows in(args.query_norm, rows, args.q_b.cols);
+    Rows in(worker, args.query_norm, rows, args.q_b.cols);
     for (int start = 0; start < shape.qk_dim; start += kTileRows) {
-      tile_dot(args.q_b, (std::int64_t{head} * shape.qk_dim + start) / kTileRows, rows, in.at, sums);
+      tile_dot(args.q_b, (std::int64_t{head} * shape.qk_dim + start) / kTileRows, in, sums);
       for (int r = 0; r < rows; ++r) {
         for (int i = 0; i < kTileRows; ++i) queries[r * shape.qk_dim + start + i] = round_bf16(sums[r * kTileRows + i]);
       }
     }
-    for (int r = 0; r < rows; ++r) query[r] = queries + r * shape.qk_dim;
-  } else {
-    for (int r = 0; r < rows; ++r) query[r] = args.mla_proj + r * args.in_proj.rows + std::int64_t{head} * shape.qk_dim;
+    first_query = queries;
+    query_stride = shape.qk_dim;
   }
+  Rows query(worker, first_query, rows, query_stride);
   for (int start = 0; start < args.kv_rank; start += kTileRows) {
-    tile_dot(args.w_uk, (std::int64_t{head} * args.kv_rank + start) / kTileRows, rows, query, sums);
+    tile_dot(args.w_uk, (std::int64_t{head} * args.kv_rank + start) / kTileRows, query, sums);
     for (int r = 0; r < rows; ++r) {
       bf16* const out = args.mla_query + (std::int64_t{r} * args.heads + head) * shape.cache_width + start;
       for (int i = 0; i < kTileRows; ++i) out[i] = round_bf16(sums[r * kTileRows + i]);
@@ -78,7 +80,7 @@ void query_head(const MlaFrontArgs& args, int head) {
   }
   for (int r = 0; r < rows; ++r) {
     bf16* const out = args.mla_query + (std::int64_t{r} * args.heads + head) * shape.cache_width + args.kv_rank;
-    copy_rope(args, r, query[r] + args.nope_dim, out);
+    copy_rope(args, r, first_query + r * query_stride + args.nope_dim, out);
   }
 }
 
@@ -133,16 +135,16 @@ struct Group {
 };
 
 // attn_out of one head, all rows: finished latents, W_UV, gate; rounded once.
-void value_head(const MlaFrontArgs& args, const Parts* parts, int head) {
+void value_head(const MlaFrontArgs& args, const Parts* parts, int head, Worker& worker) {
   const Shape shape(args);
   const int rows = args.mix.rows;
   for (int r = 0; r < rows; ++r) finish_latent(args, parts, r, head);
-  const Rows latents(args.mla_latent + std::int64_t{head} * args.kv_rank, rows, std::int64_t{args.heads} * args.kv_rank);
+  Rows latents(worker, args.mla_latent + std::int64_t{head} * args.kv_rank, rows, std::int64_t{args.heads} * args.kv_rank);
   const std::int64_t gate_column = shape.query_width + shape.cache_width;
   float sums[kMaxRows * kTileRows];
   for (int start = 0; start < args.v_dim; start += kTileRows) {
     const std::int64_t channel = std::int64_t{head} * args.v_dim + start;
-    tile_dot(args.w_uv, channel / kTileRows, rows, latents.at, sums);
+    tile_dot(args.w_uv, channel / kTileRows, latents, sums);
     for (int r = 0; r < rows; ++r) {
       const bf16* const gate = args.mla_proj + r * args.in_proj.rows + gate_column + channel;
       bf16* const out = args.attn_out + std::int64_t{r} * args.heads * args.v_dim + channel;
@@ -326,7 +328,7 @@ void attend_of_ranks(const MlaFrontArgs& args, Worker& worker) {
   Parts queries(*args.exchange, worker);
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t head = first; head < last; ++head) {
-      query_head(args, static_cast<int>(head));
+      query_head(args, static_cast<int>(head), worker);
       give_queries(args, static_cast<int>(head), queries.mine<bf16>());
     }
   });
@@ -343,7 +345,7 @@ void attend_of_ranks(const MlaFrontArgs& args, Worker& worker) {
   });
   parts.complete();
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t head = first; head < last; ++head) value_head(args, &parts, static_cast<int>(head));
+    for (std::int64_t head = first; head < last; ++head) value_head(args, &parts, static_cast<int>(head), worker);
   });
 }
 
@@ -353,8 +355,8 @@ void mla_front(const MlaFrontArgs& args, Worker& worker) {
   const int rows = args.mix.rows;
   mix_norm(args.mix, worker);
 
-  const Rows in(args.mix.norm_out, rows, args.in_proj.cols);
-  linear_tiles(args.in_proj, rows, in.at, args.mla_proj, worker);
+  Rows in(worker, args.mix.norm_out, rows, args.in_proj.cols);
+  linear_tiles(args.in_proj, in, args.mla_proj, worker);
   worker.barrier();
 
   worker.split(rows, 1, [&](std::int64_t first, std::int64_t last) {
@@ -367,7 +369,7 @@ void mla_front(const MlaFrontArgs& args, Worker& worker) {
   if (args.exchange != nullptr) return attend_of_ranks(args, worker);
 
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t head = first; head < last; ++head) query_head(args, static_cast<int>(head));
+    for (std::int64_t head = first; head < last; ++head) query_head(args, static_cast<int>(head), worker);
   });
   worker.barrier();
 
@@ -375,7 +377,7 @@ void mla_front(const MlaFrontArgs& args, Worker& worker) {
   worker.barrier();
 
   worker.split(args.heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t head = first; head < last; ++head) value_head(args, nullptr, static_cast<int>(head));
+    for (std::int64_t head = first; head < last; ++head) value_head(args, nullptr, static_cast<int>(head), worker);
   });
 }
 

@@ -61,24 +61,24 @@ void route_row(const MoeFrontArgs& args, std::int64_t row) {
 }
 
 // The activated product of the shared experts.
-void shared_gate_up(const MoeFrontArgs& args, const Rows& in, Worker& worker) {
+void shared_gate_up(const MoeFrontArgs& args, Rows& in, Worker& worker) {
   const std::int64_t width = args.shared_gate_up.rows / 2;
   if (width == 0) return;
   bf16* product[kMaxRows];
   for (int r = 0; r < args.mix.rows; ++r) product[r] = args.shared_product + r * width;
   worker.split(width / kTileRows, units_per_claim(2 * args.shared_gate_up.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t pair = first; pair < last; ++pair) {
-      gated_pair(args.shared_gate_up, pair, args.mix.rows, in.at, args.activation, product);
+      gated_pair(args.shared_gate_up, pair, in, args.activation, product);
     }
   });
 }
 
 // This rank's rows of latent_down and of the router.
-void latents_and_logits(const MoeFrontArgs& args, const Rows& in, bf16* latent, float* logits, Worker& worker) {
-  if (args.latent_down.rows > 0) linear_tiles(args.latent_down, args.mix.rows, in.at, latent, worker);
+void latents_and_logits(const MoeFrontArgs& args, Rows& in, bf16* latent, float* logits, Worker& worker) {
+  if (args.latent_down.rows > 0) linear_tiles(args.latent_down, in, latent, worker);
   worker.split(args.router.num_tiles(), 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) {
-      linear_tile(args.router, tile, args.mix.rows, in.at, logits, args.router.rows);
+      linear_tile(args.router, tile, in, logits, args.router.rows);
     }
   });
 }
@@ -92,7 +92,7 @@ void gather_row(const Parts& parts, std::int64_t bytes, std::int64_t row, std::i
 }
 
 // Logits and latents are exchanged together, while the shared experts' product is computed; then every rank selects.
-void route_of_ranks(const MoeFrontArgs& args, const Rows& in, Worker& worker) {
+void route_of_ranks(const MoeFrontArgs& args, Rows& in, Worker& worker) {
   const int rows = args.mix.rows;
   const std::int64_t latents = behind(rows * args.router.rows * std::int64_t{sizeof(float)});
   Parts parts(*args.exchange, worker);
@@ -114,7 +114,7 @@ void route_of_ranks(const MoeFrontArgs& args, const Rows& in, Worker& worker) {
 void moe_front(const MoeFrontArgs& args, Worker& worker) {
   mix_norm(args.mix, worker);
 
-  const Rows in(args.mix.norm_out, args.mix.rows, args.mix.width);
+  Rows in(worker, args.mix.norm_out, args.mix.rows, args.mix.width);
   if (args.exchange != nullptr) return route_of_ranks(args, in, worker);
   // Three products of one input. The largest comes first, so that the last claims are the smallest matrix's.
   shared_gate_up(args, in, worker);

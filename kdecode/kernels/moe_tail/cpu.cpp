@@ -72,18 +72,19 @@ void experts_gate_up(const MoeTailArgs& args, const Groups& groups, Worker& work
   const std::int64_t inner = weights[0].rows / 2;
   const std::int64_t per_group = inner / kTileRows;
   const std::int64_t claim = units_per_claim(2 * weights[0].tile_bytes());
+  Rows in(worker);
+  int present = -1;  // the group whose rows `in` has
   worker.split(groups.count * per_group, claim, [&](std::int64_t first, std::int64_t last) {
     for_groups(first, last, per_group, [&](int group, std::int64_t begin, std::int64_t end) {
       const Tiles& w = weights[groups.expert[group]];
-      const int size = groups.size[group];
-      const bf16* in[kMaxRows];
+      const std::int16_t* const pairs = groups.pairs(group);
       bf16* out[kMaxRows];
-      for (int i = 0; i < size; ++i) {
-        const std::int64_t pair = groups.pairs(group)[i];
-        in[i] = args.expert_in + pair / args.top_k * w.cols;
-        out[i] = args.expert_product + pair * inner;
+      for (int i = 0; i < groups.size[group]; ++i) out[i] = args.expert_product + pairs[i] * inner;
+      if (group != present) {
+        in.set(groups.size[group], [&](int i) { return args.expert_in + pairs[i] / args.top_k * w.cols; });
+        present = group;
       }
-      for (std::int64_t unit = begin; unit < end; ++unit) gated_pair(w, unit, size, in, args.activation, out);
+      for (std::int64_t unit = begin; unit < end; ++unit) gated_pair(w, unit, in, args.activation, out);
     });
   });
 }
@@ -93,8 +94,8 @@ template <class Out>
 void shared_down(const MoeTailArgs& args, Out* out, Worker& worker) {
   const Tiles& w = args.shared_down;
   if (w.rows == 0) return;
-  const Rows in(args.shared_product, args.rows, w.cols);
-  linear_tiles(w, args.rows, in.at, out, worker);
+  Rows in(worker, args.shared_product, args.rows, w.cols);
+  linear_tiles(w, in, out, worker);
 }
 
 // out[pair] = down of the pair's product, rounded if Out is bf16.
@@ -103,18 +104,22 @@ void experts_down(const MoeTailArgs& args, const Groups& groups, Out* outputs, W
   const Tiles* weights = args.expert_down->at.data();
   const std::int64_t per_group = weights[0].num_tiles();
   const std::int64_t claim = units_per_claim(weights[0].tile_bytes());
+  Rows in(worker);
+  int present = -1;  // the group whose rows `in` has
   worker.split(groups.count * per_group, claim, [&](std::int64_t first, std::int64_t last) {
     for_groups(first, last, per_group, [&](int group, std::int64_t begin, std::int64_t end) {
       const Tiles& w = weights[groups.expert[group]];
-      const int size = groups.size[group];
-      const bf16* in[kMaxRows];
-      for (int i = 0; i < size; ++i) in[i] = args.expert_product + groups.pairs(group)[i] * w.cols;
+      const std::int16_t* const pairs = groups.pairs(group);
+      if (group != present) {
+        in.set(groups.size[group], [&](int i) { return args.expert_product + pairs[i] * w.cols; });
+        present = group;
+      }
       for (std::int64_t tile = begin; tile < end; ++tile) {
         float sums[kMaxRows * kTileRows];
-        tile_dot(w, tile, size, in, sums);
+        tile_dot(w, tile, in, sums);
         const int columns = tile_width(w, tile);
-        for (int i = 0; i < size; ++i) {
-          Out* out = outputs + groups.pairs(group)[i] * w.rows + tile * kTileRows;
+        for (int i = 0; i < in.count(); ++i) {
+          Out* out = outputs + pairs[i] * w.rows + tile * kTileRows;
           for (int c = 0; c < columns; ++c) put(sums[i * kTileRows + c], out + c);
         }
       }
@@ -166,10 +171,10 @@ const bf16* norm_sums(const MoeTailArgs& args, Worker& worker) {
 
 void latent_up(const MoeTailArgs& args, Worker& worker) {
   const Tiles& w = args.latent_up;
-  const Rows in(norm_sums(args, worker), args.rows, w.cols);
+  Rows in(worker, norm_sums(args, worker), args.rows, w.cols);
   worker.split(w.num_tiles(), units_per_claim(w.tile_bytes()), [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t tile = first; tile < last; ++tile) {
-      linear_tile(w, tile, args.rows, in.at, args.routed, args.width);
+      linear_tile(w, tile, in, args.routed, args.width);
       for (int r = 0; r < args.rows; ++r) {
         add_delta(args, args.routed, r * args.width + tile * kTileRows, tile_width(w, tile));
       }
@@ -178,10 +183,10 @@ void latent_up(const MoeTailArgs& args, Worker& worker) {
 }
 
 // `in` is the input of all ranks; each has its own rows of the matrix.
-void latent_up_of_ranks(const MoeTailArgs& args, const Rows& in, Worker& worker) {
+void latent_up_of_ranks(const MoeTailArgs& args, Rows& in, Worker& worker) {
   const std::int64_t own = args.latent_up.rows;
   Parts parts(*args.exchange, worker);
-  linear_tiles(args.latent_up, args.rows, in.at, parts.mine<bf16>(), worker);
+  linear_tiles(args.latent_up, in, parts.mine<bf16>(), worker);
   parts.complete();
   split_parts(worker, args.rows, parts.size(), own, [&](std::int64_t row, int rank, std::int64_t start, int columns) {
     const std::int64_t at = row * args.width + rank * own + start;
@@ -221,7 +226,8 @@ void sums_of_ranks(const MoeTailArgs& args, const Groups& groups, Worker& worker
   worker.barrier();
 
   if (is_latent) {
-    return latent_up_of_ranks(args, Rows(norm_sums(args, worker), args.rows, in_width), worker);
+    Rows in(worker, norm_sums(args, worker), args.rows, in_width);
+    return latent_up_of_ranks(args, in, worker);
   }
   split_columns(worker, rows, in_width, [&](std::int64_t row, std::int64_t start, int columns) {
     add_delta(args, args.expert_sum, row * in_width + start, columns);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tile_products import as_multiplied, tile_dot
 
 from kdecode.kernels.common import _native
 from kdecode.kernels.common.native import MAX_ROWS, supported_isas, tiles
@@ -19,16 +20,6 @@ SIZES = {
 CASES = [(name, rows, cols) for name, sizes in SIZES.items() for rows, cols in sizes]
 
 
-def tile_dot(isa, matrix, x):
-    """[R, rows] fp32, by the kernel under test; its output is poisoned before."""
-    num_rows, num_tiles = x.shape[0], -(-matrix.rows // 16)
-    y = torch.full((num_tiles, num_rows, 16), float("nan"))
-    _native.tile_dot(isa, tiles(matrix), num_rows, x.data_ptr(), y.data_ptr())
-    padded = y.permute(1, 0, 2).reshape(num_rows, num_tiles * 16)
-    assert (padded[:, matrix.rows :] == 0).all(), "rows that are only padding must come out as zero"
-    return padded[:, : matrix.rows]
-
-
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize(("matrix_format", "rows", "cols"), CASES)
 def test_products_match_fp64_for_every_number_of_rows(
@@ -37,9 +28,10 @@ def test_products_match_fp64_for_every_number_of_rows(
     made = random_matrix(matrix_format, rows, cols)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(MAX_ROWS, cols, generator=generator).to(torch.bfloat16)
-    gold = x.double() @ made.dense.T
+    exact = as_multiplied(matrix_format, x)
+    gold = exact @ made.dense.T
     # An fp32 sum of n products is off by at most about n * 2^-24 of the sum of their sizes.
-    bound = (x.double().abs() @ made.dense.abs().T) * cols * 2.0**-24 + 1e-30
+    bound = (exact.abs() @ made.dense.abs().T) * cols * 2.0**-24 + 1e-30
     for num_rows in range(1, MAX_ROWS + 1):
         error = (tile_dot(isa, made.matrix, x[:num_rows]).double() - gold[:num_rows]).abs()
         assert (error <= bound[:num_rows]).all(), f"{num_rows} rows: {error.max()}"

@@ -9,7 +9,7 @@ from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.native import supported_isas
 from kdecode.kernels.linear.native import tiles_linear, tiles_linear_grouped, unpack_tiles
 
-FORMATS = ("tiles", "mxfp4_tiles")
+FORMATS = ("tiles", "mxfp4_tiles", "int8_tiles")
 ISAS = supported_isas()
 
 
