@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from native_cases import FP8_SCALE, PAGE_TOKENS, Loaded, fill, make_requests
-from triton_cases import k3_config, linear_config
+from triton_cases import ARCH, k3_config, linear_config
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
@@ -50,7 +50,7 @@ def deployment(
         cache_dtype=cache_dtype,
         page_tokens=PAGE_TOKENS,
         max_context_tokens=MAX_CONTEXT,
-        arch="sm_90",
+        arch=ARCH,
         tensors=DEVICE,
         gpu_kernels=gpu_kernels,
     )

@@ -30,6 +30,7 @@ from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
 from kdecode.decode import all_reference
 from kdecode.decode.buffers import device_buffers, input_buffers, row_effects, value_buffers
+from kdecode.decode.device import device_arch
 from kdecode.decode.plan import DecodePlan, Step
 from kdecode.decode.staging import stage_inputs
 from kdecode.decode.step_check import StepLimits
@@ -45,6 +46,8 @@ from kdecode.testing.cases import tiny_k3, tiny_linear
 from kdecode.testing.poison import poison_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Kernels in CuTe DSL are compiled for it when they run.
+ARCH = device_arch("cuda")
 PAGE_TOKENS = 8
 MAX_CONTEXT = 128
 FP8_SCALE = 0.125
@@ -100,13 +103,17 @@ class Case:
             page_tokens=PAGE_TOKENS,
             max_context_tokens=MAX_CONTEXT,
             isa="",
-            arch="sm_90",
+            arch=ARCH,
         )
 
 
 def make_case(config: ModelConfig, seed: int = 0) -> Case:
     """Seeded parameters. Packing is written apart from `model/layout.py` on purpose."""
-    parameters = mlp_cases.make_case(config, seed).parameters
+    return packed_case(config, mlp_cases.make_case(config, seed).parameters)
+
+
+def packed_case(config: ModelConfig, parameters: ModelParameters) -> Case:
+    """Of parameters that are given, such as one rank's."""
     packed = packed_model(config, parameters, "rows")
     layers = [
         _on_device(canonical.mlp, layer)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,3 +129,32 @@ def test_a_launch_hands_over_its_tensors_in_order(monkeypatch: pytest.MonkeyPatc
     addresses = [tensor.data_ptr() for tensor in tensors.values()]
     assert [int(pointer._pointer) for pointer in pointers] == addresses  # type: ignore[attr-defined]
     assert (rows, int(stream)) == (3, 4096)  # type: ignore[call-overload]
+
+
+LAUNCHED = """
+from types import SimpleNamespace
+import torch
+from cutlass.base_dsl.common import DSLCudaRuntimeError
+from kdecode.kernels.common.cute_launch import CuteLaunch
+from kdecode.kernels.common.cute_tiles import CuteTile, ProductSizes
+from kdecode.kernels.projection.cute_impl import projection
+
+torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=0)
+sizes = ProductSizes(32, 64, CuteTile(1, 2, 1, 1))
+x, weight, out = (torch.zeros(*shape).bfloat16() for shape in ((2, 64), (32, 64), (2, 32)))
+arguments = {"x": x, "weight": weight, "out": out, "rows": 2}
+try:
+    CuteLaunch(projection, "sm_90", sizes, arguments).run()
+except DSLCudaRuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_launch_comes_as_far_as_the_driver() -> None:
+    """Compiled, loaded and called with what it takes; where no GPU can be seen that is the end."""
+    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", LAUNCHED], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search("cudaError(InsufficientDriver|NoDevice)", run.stdout), run.stdout
