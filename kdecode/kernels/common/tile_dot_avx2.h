@@ -67,32 +67,47 @@ inline void add_lines(const bf16* lines, std::int64_t pairs, int num_rows, const
   }
 }
 
-// The low byte of a bf16 E2M1 value and its high byte, by code.
+// 4-bit codes as bf16 numbers, whose low and high bytes are looked up, and the scales of 8 rows.
+struct E2m1 {
+  static __m128i low() {
+    return _mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0, 0, 0, (char)0x80, (char)0xc0, 0, 0x40,
+                         (char)0x80, (char)0xc0);
+  }
+  static __m128i high() {
+    return _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xbf, (char)0xbf, (char)0xbf, (char)0xc0,
+                         (char)0xc0, (char)0xc0, (char)0xc0);
+  }
+  static constexpr int kScaleBytes = 1;
+  static __m256 scales(const std::uint8_t* scales) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
+  }
+};
+
+template <class Codes>
 inline __m256i decode(__m256i words) {
-  const __m256i low_table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0, 0, 0,
-                                                                      (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0));
-  const __m256i high_table = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xbf, (char)0xbf, (char)0xbf, (char)0xc0,
-                    (char)0xc0, (char)0xc0, (char)0xc0));
   const __m256i code = _mm256_and_si256(words, _mm256_set1_epi16(15));
   // The other byte of each word has code 0, whose low byte is 0; the high bytes' lookup is shifted up instead.
-  const __m256i low = _mm256_shuffle_epi8(low_table, code);
-  const __m256i high = _mm256_slli_epi16(_mm256_shuffle_epi8(high_table, code), 8);
+  const __m256i low = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(Codes::low()), code);
+  const __m256i high = _mm256_slli_epi16(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(Codes::high()), code), 8);
   return _mm256_or_si256(low, high);
 }
 
-inline void decode_group(const std::uint8_t* codes, bf16* lines) {
+template <class Codes>
+inline void decode_codes(const std::uint8_t* codes, bf16* lines) {
   for (int block = 0; block < 4; ++block) {
     for (int half = 0; half < 2; ++half) {
       const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + block * 64 + half * 32));
       bf16* const out = lines + block * 4 * 32 + half * 16;
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), decode(words));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), decode(_mm256_srli_epi16(words, 4)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64), decode(_mm256_srli_epi16(words, 8)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 96), decode(_mm256_srli_epi16(words, 12)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), decode<Codes>(words));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), decode<Codes>(_mm256_srli_epi16(words, 4)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64), decode<Codes>(_mm256_srli_epi16(words, 8)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 96), decode<Codes>(_mm256_srli_epi16(words, 12)));
     }
   }
 }
+
+inline void decode_group(const std::uint8_t* codes, bf16* lines) { decode_codes<E2m1>(codes, lines); }
 
 template <class Lines>
 void dot_lines(Lines& lines, std::int64_t pairs, int num_rows, const bf16* const* x, float* y) {
@@ -124,9 +139,9 @@ void dot_packed12(const Packed12Tile& tile, int num_rows, const bf16* const* x, 
 constexpr int kGroupPairs = 16;
 
 // Pair kNibble of the four of a block: its 16 codes of a row and a half are in `words`.
-template <int kRows, int kNibble>
+template <class Codes, int kRows, int kNibble>
 inline void add_codes(__m256i words, int half, const float (*x)[32], int column, Sums* sums) {
-  const __m256i line = decode(_mm256_srli_epi16(words, 4 * kNibble));
+  const __m256i line = decode<Codes>(_mm256_srli_epi16(words, 4 * kNibble));
   const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(line, 16));
   const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(line, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   for (int r = 0; r < kRows; ++r) {
@@ -137,18 +152,18 @@ inline void add_codes(__m256i words, int half, const float (*x)[32], int column,
 }
 
 // y[r] += a group's sums of row r, times the scales.
+template <class Codes>
 inline void add_group(const Sums& sums, const std::uint8_t* scales, float* y) {
   for (int half = 0; half < 2; ++half) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales + half * 8));
-    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
+    const __m256 scale = Codes::scales(scales + half * 8 * Codes::kScaleBytes);
     const __m256 sum = _mm256_add_ps(sums.even[half], sums.odd[half]);
     _mm256_storeu_ps(y + half * 8, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(y + half * 8)));
   }
 }
 
 // One or two rows: codes are decoded in registers.
-template <int kRows>
-void dot_mxfp4_few(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, const bf16* const* x, float* y) {
+template <class Codes, int kRows>
+void dot_codes_few(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, const bf16* const* x, float* y) {
   for (std::int64_t group = 0; group < groups; ++group) {
     float wide[kRows][32];
     Sums sums[kRows];
@@ -162,39 +177,46 @@ void dot_mxfp4_few(const std::uint8_t* codes, const std::uint8_t* scales, std::i
       for (int block = 0; block < 4; ++block) {
         const std::uint8_t* const at = codes + group * 256 + block * 64 + half * 32;
         const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-        add_codes<kRows, 0>(words, half, wide, block * 8, sums);
-        add_codes<kRows, 1>(words, half, wide, block * 8, sums);
-        add_codes<kRows, 2>(words, half, wide, block * 8, sums);
-        add_codes<kRows, 3>(words, half, wide, block * 8, sums);
+        add_codes<Codes, kRows, 0>(words, half, wide, block * 8, sums);
+        add_codes<Codes, kRows, 1>(words, half, wide, block * 8, sums);
+        add_codes<Codes, kRows, 2>(words, half, wide, block * 8, sums);
+        add_codes<Codes, kRows, 3>(words, half, wide, block * 8, sums);
       }
     }
-    for (int r = 0; r < kRows; ++r) add_group(sums[r], scales + group * 16, y + r * kTileRows);
+    for (int r = 0; r < kRows; ++r) add_group<Codes>(sums[r], scales + group * 16 * Codes::kScaleBytes, y + r * kTileRows);
   }
 }
 
-// More rows: a group is decoded once for all of them. The order of the sums is that of dot_mxfp4_few.
-void dot_mxfp4_many(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows,
+// More rows: a group is decoded once for all of them. The order of the sums is that of dot_codes_few.
+template <class Codes>
+void dot_codes_many(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows,
                     const bf16* const* x, float* y) {
   alignas(64) bf16 lines[kGroupPairs * 32];
   float wide[kMaxRows][kGroupPairs * 2];
   for (std::int64_t group = 0; group < groups; ++group) {
-    decode_group(codes + group * 256, lines);
+    decode_codes<Codes>(codes + group * 256, lines);
     Sums sums[kMaxRows];
     for (int r = 0; r < num_rows; ++r) {
       sums[r] = zero_sums();
       widen(x[r] + group * 32, kGroupPairs, wide[r]);
     }
     add_lines(lines, kGroupPairs, num_rows, wide, sums);
-    for (int r = 0; r < num_rows; ++r) add_group(sums[r], scales + group * 16, y + r * kTileRows);
+    for (int r = 0; r < num_rows; ++r) add_group<Codes>(sums[r], scales + group * 16 * Codes::kScaleBytes, y + r * kTileRows);
   }
+}
+
+template <class Codes>
+void dot_codes(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,
+               float* y) {
+  std::fill(y, y + num_rows * kTileRows, 0.0f);
+  if (num_rows == 1) return dot_codes_few<Codes, 1>(codes, scales, groups, x, y);
+  if (num_rows == 2) return dot_codes_few<Codes, 2>(codes, scales, groups, x, y);
+  dot_codes_many<Codes>(codes, scales, groups, num_rows, x, y);
 }
 
 void dot_mxfp4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,
                float* y) {
-  std::fill(y, y + num_rows * kTileRows, 0.0f);
-  if (num_rows == 1) return dot_mxfp4_few<1>(codes, scales, groups, x, y);
-  if (num_rows == 2) return dot_mxfp4_few<2>(codes, scales, groups, x, y);
-  dot_mxfp4_many(codes, scales, groups, num_rows, x, y);
+  dot_codes<E2m1>(codes, scales, groups, num_rows, x, y);
 }
 
 }  // namespace

@@ -12,29 +12,23 @@ inline __m256 load_scales(const std::uint8_t* scales) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
 }
 
-// A group is decoded once for all rows.
+// The codes of kInt4.
+struct Int4 {
+  static __m128i low() {
+    return _mm_setr_epi8(0, (char)0x80, 0, 0x40, (char)0x80, (char)0xa0, (char)0xc0, (char)0xe0, 0, (char)0xe0, (char)0xc0,
+                         (char)0xa0, (char)0x80, 0x40, 0, (char)0x80);
+  }
+  static __m128i high() {
+    return _mm_setr_epi8(0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, (char)0xc1, (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0,
+                         (char)0xc0, (char)0xc0, (char)0xbf);
+  }
+  static constexpr int kScaleBytes = 2;
+  static __m256 scales(const std::uint8_t* scales) { return load_scales(scales); }
+};
+
 void dot_int4(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t groups, int num_rows, const bf16* const* x,
               float* y) {
-  std::fill(y, y + num_rows * kTileRows, 0.0f);
-  alignas(64) bf16 lines[kGroupPairs * 32];
-  float wide[kMaxRows][kGroupPairs * 2];
-  for (std::int64_t group = 0; group < groups; ++group) {
-    decode_int4(codes + group * integer_group_bytes(4), lines);
-    Sums sums[kMaxRows];
-    for (int r = 0; r < num_rows; ++r) {
-      sums[r] = zero_sums();
-      widen(x[r] + group * 32, kGroupPairs, wide[r]);
-    }
-    add_lines(lines, kGroupPairs, num_rows, wide, sums);
-    for (int half = 0; half < 2; ++half) {
-      const __m256 scale = load_scales(scales + group * 32 + half * 16);
-      for (int r = 0; r < num_rows; ++r) {
-        float* const to = y + r * kTileRows + half * 8;
-        const __m256 sum = _mm256_add_ps(sums[r].even[half], sums[r].odd[half]);
-        _mm256_storeu_ps(to, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(to)));
-      }
-    }
-  }
+  dot_codes<Int4>(codes, scales, groups, num_rows, x, y);
 }
 
 constexpr int kInt8PassRows = 4;  // what the registers hold, with two vectors of sums a row
