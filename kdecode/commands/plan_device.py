@@ -51,11 +51,13 @@ def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[d
     from kdecode.decode.launches import compile_lines, launch_lines
     from kdecode.engine.describe import describe_launches
     from kdecode.model.rank_share import share_of
+    from kdecode.parallel.ranks import Ranks
 
     model = ModelConfig.from_checkpoint(source)
     size = config.tensor_parallel_size
     each = 1 + (args.drafts or 0)
-    plan = describe_launches(share_of(model, size), config, args.arch, args.rows * each, each)
+    share, ranks = share_of(model, size), Ranks(0, size)
+    plan = describe_launches(share, config, args.arch, args.rows * each, each, ranks)
     if args.compile:
         folder, processes = environment().cache_dir / "compiled", config.resolved_threads()
         try:
@@ -81,31 +83,33 @@ def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> 
 
     groups = group_lines(plan.config, lines)
     weights = sum(step.weight_bytes or 0 for step in plan.steps)
-    share = f", one rank's share of {size}" if size > 1 else ""
+    share = f", one rank of {size}" if size > 1 else ""
+    exchanges = sum(bool(line.moves) for line in lines)
+    between = f" and {exchanges:,} exchanges between ranks" if size > 1 else ""
     return "\n".join(
         [
             f"backend {plan.backend} on {arch}, {counted(plan.rows or 0, 'row')}, "
             f"{plan.rows_per_request} a request{share}",
             table(launch_rows(groups)),
             "",
-            table(_count_rows(plan.config, groups, size)),
-            f"{len(lines):,} launches, {mebibytes(weights)} of weights at one row",
+            table(_count_rows(groups, size)),
+            f"{len(lines) - exchanges:,} launches{between}, {mebibytes(weights)} of weights at one "
+            "row",
             *plan.notes,
         ]
     )
 
 
-def _count_rows(config: ModelConfig, groups: list[LaunchGroup], size: int) -> list[tuple[str, ...]]:
-    """Launches a layer; of several ranks also how often these would exchange a sum."""
-    from kdecode.model.rank_share import reduced_buffers
-
+def _count_rows(groups: list[LaunchGroup], size: int) -> list[tuple[str, ...]]:
+    """Launches a layer; of several ranks also its exchanges."""
     head = ("kind of layer", "layers", "first", "launches")
-    rows = [(*head, "exchanges between ranks, not in this plan") if size > 1 else head]
+    rows = [(*head, "exchanges between ranks") if size > 1 else head]
     for group in groups:
         if not group.layers:
             continue
-        first = group.layers[0]
-        cells = (group.name, str(len(group.layers)), str(first), str(len(group.columns)))
-        exchanged = reduced_buffers(config, first)
-        rows.append((*cells, f"{len(exchanged)}: {' '.join(exchanged)}") if size > 1 else cells)
+        moved = [column[0].moves for column in group.columns if column[0].moves]
+        launched = len(group.columns) - len(moved)
+        cells = (group.name, str(len(group.layers)), str(group.layers[0]), str(launched))
+        named = "; ".join(moves.partition(",")[0] for moves in moved)
+        rows.append((*cells, f"{len(moved)}: {named}") if size > 1 else cells)
     return rows

@@ -54,7 +54,8 @@ def choose(deployment: Deployment, ops: Sequence[str], problems: Sequence[Proble
     for op, problem in zip(ops, problems, strict=True):
         is_asked = deployment.gpu_kernels == "cute" and (op, "cute") in table.TABLE
         reasons = table.implementation(op, "cute").refuse(problem) if is_asked else []
-        chosen.append("cute" if is_asked and not reasons else "triton")
+        plain = "triton" if (op, "triton") in table.TABLE else "device"
+        chosen.append("cute" if is_asked and not reasons else plain)
         notes |= dict.fromkeys(f"{op} is Triton's: {reason}" for reason in reasons)
     return Choice(tuple(chosen), tuple(notes))
 

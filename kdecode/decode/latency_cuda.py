@@ -17,7 +17,7 @@ from typing import Any
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows, kept_lines
 from kdecode.config import ModelConfig
-from kdecode.decode import gpu_kernels
+from kdecode.decode import gpu_kernels, latency_cuda_ranks
 from kdecode.decode.buffers import (
     INT32,
     device_buffers,
@@ -25,6 +25,7 @@ from kdecode.decode.buffers import (
     row_effects,
     value_buffers,
 )
+from kdecode.decode.cuda_use import Use, attention, layer_use, mix, mla_ops, project
 from kdecode.decode.deployment import Deployment
 from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
 from kdecode.decode.staging import Staging, stage_inputs
@@ -32,12 +33,10 @@ from kdecode.decode.step_check import StepLimits
 from kdecode.kernels import table
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.mix_norm import STAGES, Place, mix_norm_of
-from kdecode.kernels.contract import Buffers, OpContract, PlanMemory, Prepared
+from kdecode.kernels.contract import Buffers, PlanMemory, Prepared
 from kdecode.kernels.embed_norm.op import EmbedWeights
-from kdecode.kernels.mix_norm.op import contract_at
-from kdecode.kernels.projection.op import ProjectionWeights
-from kdecode.model.layout import PackedKda, PackedLayer, PackedMla, PackedMlp, PackedModel
-from kdecode.model.stages import layer_stages
+from kdecode.model.layout import PackedMlp, PackedModel
+from kdecode.parallel.ranks import Ranks
 
 # The oldest architecture that the kernels are compiled and tested for.
 OLDEST_ARCH = 90
@@ -47,24 +46,6 @@ _COMMIT_NOTE = (
     "KDA slots are only read; kda_commit of {} layers moves them past the rows that stay, in one "
     "launch of its own"
 )
-
-Stages = tuple[tuple[int | None, str], ...]
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One launch: what its op is prepared from, and what the plan says of it.
-
-    layer: of the problem. matrices: that one row reads.
-    """
-
-    contract: OpContract
-    layer: int | None
-    weights: Any
-    stages: Stages
-    matrices: tuple[Matrix | None, ...] = ()
-    # Of matrices that are not `Matrix` objects: a row of the embedding, the chosen experts.
-    more_bytes: int = 0
 
 
 def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str]:
@@ -76,8 +57,13 @@ def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str
             "extra: pip install 'kdecode[gpu]'."
         )
         return reasons
+    if not deployment.context.is_whole:
+        reasons.append(
+            "The steps of a CUDA plan attend to whole contexts; set decode_context_parallel_size "
+            "to 1."
+        )
     rows -= rows % rows_per_request
-    for op, layer in _distinct_ops(deployment.config, rows_per_request):
+    for op, layer in _distinct_ops(deployment, rows_per_request):
         problem = deployment.problem(layer, rows, rows_per_request)
         reasons += table.implementation(op, "triton").refuse(problem)
     return reasons
@@ -90,12 +76,14 @@ def describe(
     config = deployment.config
     specs = (
         *input_buffers(rows, deployment.max_pages),
-        *value_buffers(config, rows),
+        *value_buffers(config, rows, deployment.ranks),
         *device_buffers(config, rows),
+        *latency_cuda_ranks.part_buffers(config, rows, deployment.ranks),
+        *latency_cuda_ranks.more_buffers(config, rows, deployment.ranks),
     )
     names = frozenset(spec.name for spec in specs)
     is_verify = rows_per_request > 1 and "kda" in config.layer_kinds
-    uses = list(_uses(packed))
+    uses = list(_uses(packed, deployment.ranks))
     problems = [deployment.problem(use.layer, rows, rows_per_request) for use in uses]
     ops = [use.contract.name for use in uses]
     chosen = gpu_kernels.choose(deployment, ops, problems)
@@ -129,13 +117,20 @@ def build(
     rows, each = described.rows, described.rows_per_request
     assert rows is not None
     memory = memory or PlanMemory(deployment.place)
-    buffers = stage_inputs(described.buffer_specs, memory)
+    # Parts for other ranks are where their exchange has them.
+    moved = latency_cuda_ranks.part_buffers(deployment.config, rows, deployment.ranks)
+    specs = tuple(spec for spec in described.buffer_specs if spec not in moved)
+    buffers = stage_inputs(specs, memory)
     buffers.caches = caches
-    buffers.limits = StepLimits.of(deployment.config, caches, deployment.max_context_tokens)
+    buffers.limits = StepLimits.of(
+        deployment.config, caches, deployment.max_context_tokens, deployment.ranks
+    )
+    if not deployment.ranks.is_alone:
+        latency_cuda_ranks.lay_out(deployment, rows, buffers)
     if each > 1:
         buffers.effects = row_effects(deployment.config, rows, memory)
     steps = []
-    for step, use in zip(described.steps, _uses(packed), strict=True):
+    for step, use in zip(described.steps, _uses(packed, deployment.ranks), strict=True):
         problem = deployment.problem(use.layer, rows, each)
         implementation = table.implementation(step.op, step.impl)
         prepared = implementation.prepare(problem, use.weights, buffers)
@@ -157,11 +152,14 @@ def _refuse_device(deployment: Deployment) -> list[str]:
     return []
 
 
-def _distinct_ops(config: ModelConfig, rows_per_request: int) -> list[tuple[str, int | None]]:
+def _distinct_ops(deployment: Deployment, rows_per_request: int) -> list[tuple[str, int | None]]:
     """Each op of the plans, whatever their rows, with the first layer that uses it."""
+    config = deployment.config
     first: dict[str, int | None] = {"embed_norm": 0, "projection": None, "mix_norm": None}
+    if not deployment.ranks.is_alone:
+        first |= dict.fromkeys(latency_cuda_ranks.OPS)
     for layer, kind in enumerate(config.layer_kinds):
-        ops = ["kda_core"] if kind == "kda" else list(_mla_ops(config))
+        ops = ["kda_core"] if kind == "kda" else list(mla_ops(config))
         ops.append("attn_join")
         is_dense = config.mlp_kinds[layer] == "dense"
         ops += ["dense_up", "dense_join"] if is_dense else [*_MIXTURE, "moe_join"]
@@ -175,16 +173,14 @@ def _distinct_ops(config: ModelConfig, rows_per_request: int) -> list[tuple[str,
 _MIXTURE = ("moe_gate", "expert_up", "expert_down")
 
 
-def _mla_ops(config: ModelConfig) -> tuple[str, ...]:
-    ops = ("mla_query", "mla_attend", "mla_value")
-    return ops if config.mla.q_rank is None else ("mla_query_up", *ops)
-
-
-def _uses(packed: PackedModel) -> Iterator[_Use]:
-    """Every launch of a plan, in order."""
+def _uses(packed: PackedModel, ranks: Ranks) -> Iterator[Use]:
+    """Every step of a plan, in order."""
+    if not ranks.is_alone:
+        yield from latency_cuda_ranks.uses(packed, ranks)
+        return
     config = packed.config
     first = mix_norm_of(config, "attn", 0, packed.layers[0])
-    yield _Use(
+    yield Use(
         contract=table.contract("embed_norm"),
         layer=0,
         weights=EmbedWeights(packed.embed, first),
@@ -192,43 +188,26 @@ def _uses(packed: PackedModel) -> Iterator[_Use]:
         more_bytes=packed.embed.shape[1] * packed.embed.element_size(),
     )
     for layer, entry in enumerate(packed.layers):
-        yield from _attention(config, layer, entry)
+        yield from attention(config, layer, entry)
         yield from _join(packed, layer, "attn_join", (entry.attention.o_proj,))
         yield from _mlp(packed, layer)
     names = ("head_in", "logits")
-    yield _project(None, "head", packed.head, names, is_head=True)
+    yield project(None, "head", packed.head, names, is_head=True)
 
 
-def _attention(config: ModelConfig, layer: int, entry: PackedLayer) -> Iterator[_Use]:
-    weights = entry.attention
-    if isinstance(weights, PackedKda):
-        yield _project(layer, "kda_in_proj", weights.in_proj, ("attn_in", "kda_proj"))
-        yield _layer_use(config, "kda_core", layer, entry, (weights.f_b, weights.g_b))
-        return
-    assert isinstance(weights, PackedMla)
-    yield _project(layer, "mla_in_proj", weights.in_proj, ("attn_in", "mla_proj"))
-    read = {
-        "mla_query_up": (weights.q_b,),
-        "mla_query": (weights.w_uk,),
-        "mla_value": (weights.w_uv,),
-    }
-    for op in _mla_ops(config):
-        yield _layer_use(config, op, layer, entry, read.get(op, ()))
-
-
-def _mlp(packed: PackedModel, layer: int) -> Iterator[_Use]:
+def _mlp(packed: PackedModel, layer: int) -> Iterator[Use]:
     config, entry = packed.config, packed.layers[layer]
     mlp = entry.mlp
     if isinstance(mlp, PackedMlp):
-        yield _layer_use(config, "dense_up", layer, entry, (mlp.gate_up,))
+        yield layer_use(config, "dense_up", layer, entry, (mlp.gate_up,))
         yield from _join(packed, layer, "dense_join", (mlp.down,))
         return
     gate_up = None if mlp.shared is None else mlp.shared.gate_up
     down = None if mlp.shared is None else mlp.shared.down
-    yield _layer_use(config, "moe_gate", layer, entry, (mlp.router, mlp.latent_down, gate_up))
+    yield layer_use(config, "moe_gate", layer, entry, (mlp.router, mlp.latent_down, gate_up))
     expert, count = mlp.experts[0], config.moe.top_k
-    yield _layer_use(config, "expert_up", layer, entry, (expert.gate_up,) * count)
-    yield _layer_use(config, "expert_down", layer, entry, (expert.down,) * count)
+    yield layer_use(config, "expert_up", layer, entry, (expert.gate_up,) * count)
+    yield layer_use(config, "expert_down", layer, entry, (expert.down,) * count)
     yield from _join(packed, layer, "moe_join", (mlp.latent_up, down))
 
 
@@ -237,15 +216,11 @@ def _join(
     layer: int,
     op: str,
     matrices: tuple[Matrix | None, ...],
-) -> Iterator[_Use]:
+) -> Iterator[Use]:
     """The end of a block, then the mix and norm of the next one."""
     config, entry = packed.config, packed.layers[layer]
-    place, then_layer = _next_block(config, layer, op)
-    owner = packed if then_layer is None else packed.layers[then_layer]
-    then = mix_norm_of(config, place, then_layer, owner)
-    mixed: Stages = tuple((then_layer, stage) for stage in STAGES[place])
-    yield _layer_use(config, op, layer, entry, matrices)
-    yield _Use(contract=contract_at(place), layer=then_layer, weights=then, stages=mixed)
+    yield layer_use(config, op, layer, entry, matrices)
+    yield mix(packed, *_next_block(config, layer, op))
 
 
 def _next_block(config: ModelConfig, layer: int, op: str) -> tuple[Place, int | None]:
@@ -254,32 +229,7 @@ def _next_block(config: ModelConfig, layer: int, op: str) -> tuple[Place, int | 
     return ("attn", layer + 1) if layer + 1 < config.num_layers else ("final", None)
 
 
-def _layer_use(
-    config: ModelConfig,
-    op: str,
-    layer: int,
-    entry: PackedLayer,
-    matrices: tuple[Matrix | None, ...],
-) -> _Use:
-    contract, present = table.contract(op), layer_stages(config, layer)
-    stages = tuple((layer, stage) for stage in contract.covers if stage in present)
-    return _Use(contract, layer, entry, stages, matrices)
-
-
-def _project(
-    layer: int | None,
-    stage: str,
-    matrix: Matrix,
-    names: tuple[str, str],
-    *,
-    is_head: bool = False,
-) -> _Use:
-    contract = replace(table.contract("projection"), reads=names[:1], writes=names[1:])
-    weights = ProjectionWeights(matrix, *names, is_head)
-    return _Use(contract, layer, weights, ((layer, stage),), (matrix,))
-
-
-def _describe_step(use: _Use, impl: str, config: ModelConfig, names: frozenset[str]) -> Step:
+def _describe_step(use: Use, impl: str, config: ModelConfig, names: frozenset[str]) -> Step:
     """A step that is not prepared. names: the plan's buffers."""
     contract, readable, writable = use.contract, names, names
     layers = tuple(layer for layer, _ in use.stages) or (use.layer,)
@@ -299,6 +249,7 @@ def _describe_step(use: _Use, impl: str, config: ModelConfig, names: frozenset[s
         run=cannot_run,
         tolerance=contract.tolerance,
         weight_bytes=use.more_bytes + sum(m.num_bytes for m in use.matrices if m is not None),
+        exchanges=use.exchanges,
     )
 
 

@@ -45,10 +45,6 @@ def refuse(deployment: Deployment, rows_per_request: int = 1) -> list[str]:
             f"KDA and MLA heads must have the same total width; they have {config.kda.width} and "
             f"{config.mla.num_heads * config.mla.v_dim} channels."
         )
-    if deployment.is_cuda and not deployment.ranks.is_alone:
-        reasons.append(
-            f"The steps of a CUDA plan run on one rank; there are {deployment.ranks.size}."
-        )
     reasons += _steps_of(deployment).refuse(deployment, ROW_BUCKETS[-1], rows_per_request)
     return list(dict.fromkeys(reasons))
 

@@ -28,8 +28,9 @@ _TILE_NAMES = ("BLOCK", "SPLIT")
 class LaunchLine:
     """One launch of a plan. layer: of its first stage. tile: what the kernel's constants choose.
 
-    begins_early: while the launch before it runs. compiled: what a program takes; None where
-    nothing was compiled.
+    begins_early: while the launch before it runs. moves: of an exchange between ranks, which is no
+    launch of ours: the values, and the bytes that each rank gives of a row. compiled: what a
+    program takes; None where nothing was compiled.
     """
 
     layer: int | None
@@ -43,11 +44,12 @@ class LaunchLine:
     begins_early: bool
     tile: Mapping[str, int]
     weight_bytes: int
+    moves: str = ""
     compiled: Resources | None = None
 
 
 def launch_lines(plan: DecodePlan) -> list[LaunchLine]:
-    """The launches of a plan that was built, in order; a commit's come last."""
+    """The launches and exchanges of a plan that was built, in order; a commit's come last."""
     return [_line(step, launch) for step, launch in _launches(plan)]
 
 
@@ -60,23 +62,29 @@ def compile_lines(
     """
     from kdecode.kernels.common.compiled_launches import resources_of
 
-    every = [launch for _, launch in _launches(plan)]
-    lines = zip(launch_lines(plan), resources_of(every, arch, folder, processes), strict=True)
-    return [replace(line, compiled=taken) for line, taken in lines]
+    every = [launch for _, launch in _launches(plan) if launch is not None]
+    taken = iter(resources_of(every, arch, folder, processes))
+    lines = launch_lines(plan)
+    return [line if line.moves else replace(line, compiled=next(taken)) for line in lines]
 
 
 def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
-    """Each launch with its step; with None those of the commit."""
+    """Each launch with its step; with None those of the commit. An exchange has None."""
     # A plan's own launches are those of its steps, in order, before any of the commit.
     every = iter(launches(plan))
     for step in plan.steps:
         # A `TritonStep`, whose module cannot be imported without Triton, or a `CuteStep`.
         prepared: Any = step.prepared
         yield from ((step, next(every)) for _ in prepared.launches)
+        if step.exchanges:
+            yield step, None
     yield from ((None, launch) for launch in every)
 
 
 def _line(step: Step | None, launch: Any) -> LaunchLine:
+    if launch is None:
+        assert step is not None
+        return _exchange_line(step)
     return LaunchLine(
         layer=None if step is None else step.layers[0],
         op="kda_commit" if step is None else step.op,
@@ -93,6 +101,25 @@ def _line(step: Step | None, launch: Any) -> LaunchLine:
             if key.startswith(_TILE_NAMES) and isinstance(value, int)
         },
         weight_bytes=0 if step is None else step.weight_bytes or 0,
+    )
+
+
+def _exchange_line(step: Step) -> LaunchLine:
+    (values,) = step.exchanges
+    size = sum(value.row_bytes for value in values)
+    return LaunchLine(
+        layer=step.layers[0],
+        op=step.op,
+        impl=step.impl,
+        covers=(),
+        kernel="-",
+        grid=(),
+        warps=0,
+        stages=0,
+        begins_early=False,
+        tile={},
+        weight_bytes=0,
+        moves=f"{' + '.join(value.value for value in values)}, {size:,} bytes a row",
     )
 
 
@@ -153,14 +180,16 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
                 first.op,
                 first.impl,
                 first.kernel,
-                _all(" x ".join(map(str, line.grid)) for line in column),
-                _all(str(line.warps) for line in column),
-                _all(str(line.stages) for line in column),
+                _all(" x ".join(map(str, line.grid)) or "-" for line in column),
+                _all(str(line.warps or "-") for line in column),
+                _all(str(line.stages or "-") for line in column),
                 _all("yes" if line.begins_early else "-" for line in column),
-                tile_text({n: _all(str(line.tile[n]) for line in column) for n in first.tile}),
+                first.moves
+                or tile_text({n: _all(str(line.tile[n]) for line in column) for n in first.tile}),
             ]
             if is_compiled:
-                cells += most_taken([line.compiled for line in column if line.compiled])
+                found = [line.compiled for line in column if line.compiled]
+                cells += most_taken(found) if found else ["-"] * 3
             rows.append((*cells, _all(" ".join(line.covers) or "-" for line in column)))
     return rows
 

@@ -31,7 +31,7 @@ class AroundStep(Protocol):
 
 @dataclass(frozen=True)
 class RankLink:
-    """exchange: of the standard forward. shared: of native steps; None where there are none."""
+    """exchange: of the standard forward. shared: of the steps of plans; None without such steps."""
 
     ranks: Ranks
     exchange: Exchange

@@ -65,11 +65,17 @@ def describe_plan(
 
 
 def describe_launches(
-    config: ModelConfig, engine: EngineConfig, arch: str, rows: int, rows_per_request: int = 1
+    config: ModelConfig,
+    engine: EngineConfig,
+    arch: str,
+    rows: int,
+    rows_per_request: int = 1,
+    ranks: Ranks = ALONE,
 ) -> DecodePlan:
     """The CUDA plan of so many rows on an architecture ("sm_90"), made of tensors without memory.
 
     Its steps have their launches, which `decode.launches` prints and compiles; nothing can run.
+    ranks: of several, ``config`` is one rank's share.
     Raises ConfigError and BackendRefusedError as an engine does.
     """
     check_context(config, engine)
@@ -86,9 +92,10 @@ def describe_launches(
         max_context_tokens=engine.max_context_tokens,
         arch=arch,
         tensors="meta",
+        ranks=ranks,
         gpu_kernels=engine.gpu_kernels,
     )
-    packed = outline_model(config, "rows", "mxfp4_rows")
+    packed = outline_model(config, "rows", "mxfp4_rows", ranks)
     plan = latency_specialized.build(
         deployment, packed, _meta_caches(config, engine, ALONE), rows, rows_per_request
     )

@@ -49,7 +49,8 @@ def follow(group: Group, directory: Path, engine: EngineConfig) -> None:
 
 def lacks_shared(group: Group, engine: EngineConfig) -> bool:
     """Whether the engine's backend needs memory that the ranks, on several hosts, do not share."""
-    return engine.decode_backend == "latency_specialized" and group.shared is None
+    is_native = engine.decode_backend == "latency_specialized" and engine.device == "cpu"
+    return is_native and group.shared is None
 
 
 class Follower:
@@ -106,5 +107,6 @@ class Follower:
             if self._agreement is not None:
                 self._agreement.compare(batch, prefix)
 
+        self._group.begin()
         yield compare
         self._group.settle()

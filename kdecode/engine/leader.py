@@ -74,6 +74,7 @@ class Leader:
         self.num_steps += 1
         try:
             self._send(RunStep(batch))
+            self._group.begin()
             yield lambda prefix: self._compare(batch, prefix)
             self._group.settle()
         except BaseException as error:
@@ -153,7 +154,7 @@ def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> L
     """
     ranks = Ranks(0, engine.tensor_parallel_size)
     part_bytes = None
-    if engine.decode_backend == "latency_specialized":
+    if engine.decode_backend == "latency_specialized" and engine.device == "cpu":
         share, most = share_of(config, ranks.size), latency_specialized.ROW_BUCKETS[-1]
         part_bytes = latency_specialized.exchange_bytes(
             share,

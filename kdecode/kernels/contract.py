@@ -90,6 +90,32 @@ class Exchange(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PartBlock:
+    """What the ranks of a CUDA plan exchange at a time, on one of them.
+
+    part: uint8, where this rank's steps leave what it gives. run: one launch, behind which the
+    blocks of all ranks can be read on this GPU. sources: int64 [size], where they are then, in the
+    order of the ranks.
+    """
+
+    part: torch.Tensor
+    sources: torch.Tensor
+    run: Callable[[], None]
+
+
+class DeviceExchange(Protocol):
+    """How the ranks of a CUDA plan give each other their parts. Every rank asks for the same blocks
+    in the same order, and runs the same exchanges."""
+
+    @property
+    def size(self) -> int: ...
+
+    def block(self, name: str, num_bytes: int) -> PartBlock:
+        """Blocks of one name share their memory: no two of them are used at a time."""
+        ...
+
+
 class PlanMemory:
     """What the static plans of one engine share, because no two of them run at a time.
 
@@ -133,7 +159,7 @@ class Buffers(dict[str, torch.Tensor]):
     other plans of its engine. ``staging`` is the `decode.staging.Staging` through which the host
     writes the inputs of a plan on a device; None where it writes the buffers themselves.
     Of several ranks, ``exchange`` is the `Exchange` of the standard path and ``shared`` that of
-    native steps; None for one rank.
+    native steps; None for one rank. ``blocks`` are the `PartBlock`s of a CUDA plan of several.
     """
 
     memory: PlanMemory
@@ -147,12 +173,14 @@ class Buffers(dict[str, torch.Tensor]):
     staging: Any = None
     exchange: Exchange | None = None
     shared: Any = None
+    blocks: Mapping[str, PartBlock]
 
     def __init__(
         self, *tensors: Mapping[str, torch.Tensor], memory: PlanMemory | None = None, **named: Any
     ) -> None:
         super().__init__(*tensors, **named)
         self.memory = memory or PlanMemory()
+        self.blocks = {}
 
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16

@@ -67,6 +67,9 @@ _TRITON = (
     "expert_down",
     "route",
     "experts",
+    # Of several ranks.
+    "embed_part",
+    "rank_whole",
 )
 
 # Of these, the ones that a CUDA plan can have in CuTe DSL instead.
@@ -76,6 +79,8 @@ TABLE: dict[tuple[str, str], str] = {
     **{(op, "cpu"): f"kdecode.kernels.{op}.cpu" for op in _NATIVE},
     **{(op, "torch"): f"kdecode.kernels.{op}.torch_impl" for op in _TORCH},
     **{(op, "triton"): f"kdecode.kernels.{op}.triton_impl" for op in _TRITON},
+    ("exchange", "device"): "kdecode.kernels.exchange.device",
+    ("projection_part", "triton"): "kdecode.kernels.projection.triton_impl",
     **{(op, "cute"): f"kdecode.kernels.{op}.cute_impl" for op in _CUTE},
 }
 

@@ -205,13 +205,6 @@ def context_exchanges(
     return (queries,), (sums, Exchanged("swap", "mla_stats", 4 * lanes * stats))
 
 
-def reduced_buffers(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Values of a layer of which each rank has a part of the sum."""
-    if config.mlp_kinds[layer] == "dense":
-        return "attn_delta", "mlp_delta"
-    return ("attn_delta", "expert_sum", *(("shared",) if config.moe.num_shared else ()))
-
-
 def release_config(name: str, num_layers: int) -> ModelConfig:
     """The first ``num_layers`` layers of a release. Raises ConfigError."""
     config = ModelConfig.from_checkpoint(released_config(RELEASES[name]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -19,6 +19,9 @@ from kdecode.parallel.collectives import GlooExchange, GroupExchange
 from kdecode.parallel.monitor import PATIENCE, Monitor
 from kdecode.parallel.ranks import RankError, Ranks
 
+if TYPE_CHECKING:
+    from kdecode.parallel.nccl import NcclExchange
+
 # How long followers of a whole group may take to carry out what was sent before the end.
 _LAST_OPERATIONS_S = 5.0
 
@@ -27,11 +30,11 @@ class Group:
     """One rank's end of a group.
 
     control: the exchange of values on the host. exchange: that of the standard forward, between
-    GPUs behind `use_device`. shared: the native exchange, None across hosts and where it was not
-    asked for. store: where the ranks find each other. local_index: of this process among those of
-    its host, None where nobody tells. processes: of the ranks that this one watches; followers
-    watch rank 0. end_followers: ends the processes that this one has started, None where it has
-    none.
+    GPUs behind `use_device`. shared: that of the steps of plans, None for native ones across hosts
+    and where it was not asked for. store: where the ranks find each other. local_index: of this
+    process among those of its host, None where nobody tells. processes: of the ranks that this one
+    watches; followers watch rank 0. end_followers: ends the processes that this one has started,
+    None where it has none.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Group:
         self._channel = channel
         self._store = store
         self._local_index = local_index
-        self._settle: Callable[[], None] | None = None
+        self._on_device: NcclExchange | None = None
         self._end_followers = end_followers
         self._closing = threading.Lock()
         self._is_closed = False
@@ -131,16 +134,22 @@ class Group:
         exchange = nccl.exchange_between(
             self._store, self.ranks, device, monitor, PATIENCE * monitor.timeout_s
         )
-        self.exchange, self._settle = exchange, exchange.settle
+        self.exchange = self._on_device = exchange
+        self.shared = nccl.NcclBlocks(exchange, self.ranks, device)
         monitor.progress = lambda: control.number + exchange.number
         # Kernels of a broken group would wait for ever, and the host for them.
         monitor.on_failure(lambda error: exchange.abandon())
 
+    def begin(self) -> None:
+        """A step begins, which `settle` ends."""
+        if self._on_device is not None:
+            self._on_device.begin()
+
     def settle(self) -> None:
         """Returns when what this rank's device was given is done. Raises RankError where another
         rank keeps it from that."""
-        if self._settle is not None:
-            self._settle()
+        if self._on_device is not None:
+            self._on_device.settle()
 
     def check(self) -> None:
         """Raises RankError where the group is broken: a rank died, failed or stands still."""

@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import Store
 
 from kdecode.config import nccl_without_watchdog
+from kdecode.kernels.contract import PartBlock
 from kdecode.parallel.collectives import GroupExchange, Watch, watched
 from kdecode.parallel.ranks import Ranks
 
@@ -60,6 +62,7 @@ def exchange_between(
     def make() -> NcclExchange:
         group = connect(store, ranks, device, patience_s)
         exchange = NcclExchange(group, ranks, watch, patience_s, device)
+        exchange.begin()
         exchange.gather(torch.zeros(1, 1, device=device))
         exchange.settle()
         return exchange
@@ -70,8 +73,8 @@ def exchange_between(
 class NcclExchange(GroupExchange):
     """Of tensors on this rank's GPU; one is there when the work that was launched before it is.
 
-    Whoever exchanges ends with `settle`: until then no more than patience_s may pass between an
-    exchange and the next one.
+    A step is what is between `begin` and `settle`: in it no more than patience_s may pass from one
+    exchange to the next.
     """
 
     transport = "nccl"
@@ -82,10 +85,15 @@ class NcclExchange(GroupExchange):
         super().__init__(group, ranks, watch, patience_s)
         self._device = device
         self._has_triton = torch.cuda.is_available() and find_spec("triton") is not None
-        # When the last exchange was launched, None where everything is settled.
+        # When the step began, or its last exchange was launched; None between two steps.
         self._launched_at: float | None = None
         self._is_over = threading.Event()
         threading.Thread(target=self._look_after, name="kdecode-nccl", daemon=True).start()
+
+    def begin(self) -> None:
+        """A step begins. Exchanges that were recorded count as one, when they are replayed."""
+        self.number += 1
+        self._launched_at = time.monotonic()
 
     def settle(self) -> None:
         """Returns when the GPU has done everything that it was given.
@@ -134,8 +142,13 @@ class NcclExchange(GroupExchange):
                 return
 
     def _exchange(self, how: str, *given: Any) -> None:
-        self._launched_at = time.monotonic()
+        if self._launched_at is not None:
+            self._launched_at = time.monotonic()
         super()._exchange(how, *given)
+
+    def hand_out(self, every: Tensor, part: Tensor) -> None:
+        """part [bytes] of this rank -> every [size * bytes]."""
+        self._exchange("_allgather_base", every, part)
 
     def _added(self, parts: Tensor) -> Tensor:
         """In one launch, where Triton is; in torch it is one a rank."""
@@ -157,3 +170,24 @@ class NcclExchange(GroupExchange):
     def _wait(self, work: Any) -> None:
         # Not the host: what is launched after this waits on the device.
         work.block_current_stream()
+
+
+class NcclBlocks:
+    """`kernels.contract.DeviceExchange`: every block is gathered into this GPU's memory."""
+
+    def __init__(self, exchange: NcclExchange, ranks: Ranks, device: str) -> None:
+        self.size = ranks.size
+        self._exchange = exchange
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+
+    def block(self, name: str, num_bytes: int) -> PartBlock:
+        total = (1 + self.size) * num_bytes
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < total:
+            memory = torch.empty(total, dtype=torch.uint8, device=self._device)
+            self._memory[name] = memory
+        part, every = memory[:num_bytes], memory[num_bytes:total]
+        begins = [every.data_ptr() + rank * num_bytes for rank in range(self.size)]
+        sources = torch.tensor(begins, dtype=torch.int64, device=self._device)
+        return PartBlock(part, sources, partial(self._exchange.hand_out, every, part))

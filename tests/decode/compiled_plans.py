@@ -1,7 +1,8 @@
 """Compiles CUDA plans of Kimi K3, in a process of its own, and prints what their kernels take.
 
 In pytest's process Triton may be the interpreter, which has no compiler. Arguments: the folder of
-kept results, then cases as ``ARCH/SIZE/ROWS/ROWS-OF-A-REQUEST``. Prints one JSON document.
+kept results, then cases as ``ARCH/SIZE/ROWS/ROWS-OF-A-REQUEST``, with ``/ranks`` behind it for the
+plan of one of so many ranks. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -23,16 +24,24 @@ from kdecode.decode.plan import DecodePlan
 from kdecode.engine.describe import describe_launches
 from kdecode.kernels.common.triton_compile import compile_all, compile_job
 from kdecode.model.rank_share import share_of
+from kdecode.parallel.ranks import ALONE, Ranks
 
 
 @cache
 def share_plan(
-    arch: str, size: int, rows: int, each: int, gpu_kernels: GpuKernels = "triton"
+    arch: str,
+    size: int,
+    rows: int,
+    each: int,
+    gpu_kernels: GpuKernels = "triton",
+    *,
+    exchanges: bool = False,
 ) -> DecodePlan:
-    """The plan of one rank's share of the whole model."""
+    """The plan of one rank's share of the whole model; exchanges: with those of the ranks."""
+    ranks = Ranks(0, size) if exchanges else ALONE
     engine = EngineConfig(device="cuda", max_context_tokens=131_072, gpu_kernels=gpu_kernels)
     config = share_of(ModelConfig.from_checkpoint(kimi_k3()), size)
-    return describe_launches(config, engine, arch, rows, each)
+    return describe_launches(config, engine, arch, rows, each, ranks)
 
 
 def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
@@ -46,7 +55,8 @@ def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     found = compile_all([job for each in jobs.values() for job in each], folder, processes)
     most: dict[tuple[str, ...], dict[str, int]] = {}
     for case, plan in plans.items():
-        for line, job in zip(launch_lines(plan), jobs[case], strict=True):
+        launched = [line for line in launch_lines(plan) if not line.moves]
+        for line, job in zip(launched, jobs[case], strict=True):
             taken = most.setdefault((case, *_name(line)), {})
             for name, value in vars(found[job]).items():
                 taken[name] = max(value, taken.get(name, 0))
@@ -56,8 +66,8 @@ def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
 
 
 def _plan_of(case: str) -> DecodePlan:
-    arch, size, rows, each = case.split("/")
-    return share_plan(arch, int(size), int(rows), int(each))
+    arch, size, rows, each, *ranks = case.split("/")
+    return share_plan(arch, int(size), int(rows), int(each), exchanges=bool(ranks))
 
 
 def _name(line: LaunchLine) -> tuple[str, str]:

@@ -26,7 +26,6 @@ from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.launches import group_lines, launch_lines
 from kdecode.decode.plan import PlanError
 from kdecode.kernels.common.triton_compile import SHARED_LIMITS
-from kdecode.model.rank_share import reduced_buffers
 
 PLANS = Path(__file__).parents[1] / "plans" / "cuda"
 RESOURCES = PLANS / "resources.txt"
@@ -35,13 +34,17 @@ SIZES = (8, 16)
 ROWS = {"1": (1, 1), "verify": (8, 8), "64": (64, 1)}
 # A layer of the published path has 13, at 8 rows and with its exchanges.
 MAX_LAUNCHES = {1: 12, 2: 12, 3: 13, 8: 13, 64: 13}
+# Of several ranks, beside their exchanges.
+MORE_LAUNCHES, MAX_EXCHANGES = 5, 4
 # The quick part of what is compiled; the slow part has every size, architecture and number of rows.
 QUICK = ("sm_103/16/1/1", "sm_103/16/8/8")
+RANKED = ("sm_103/16/1/1/ranks", "sm_103/16/8/8/ranks")
 ALL = tuple(
-    f"{arch}/{size}/{rows}/{each}"
+    f"{arch}/{size}/{rows}/{each}{ranks}"
     for arch in SHARED_LIMITS
     for size in SIZES
     for rows, each in ((1, 1), (2, 1), (4, 1), (8, 8), (64, 1))
+    for ranks in ("", "/ranks")
 )
 # Why a kernel spills registers, by name; without a reason none may.
 SPILLS: dict[str, str] = {}
@@ -55,7 +58,7 @@ COLUMNS = ("kernel", "tile", "arch/ranks/rows/of a request", "registers", "spill
 def test_launches_are_the_committed_ones(
     request: pytest.FixtureRequest, size: int, case: str
 ) -> None:
-    plan = share_plan("sm_103", size, *ROWS[case])
+    plan = share_plan("sm_103", size, *ROWS[case], exchanges=True)
     text = text_of(plan, launch_lines(plan), "sm_103", size) + "\n"
     _check(request, text, PLANS / f"kimi-k3.tp{size}.{case}.txt", UPDATE)
 
@@ -76,15 +79,19 @@ def test_every_file_belongs_to_a_case() -> None:
 @pytest.mark.parametrize("rows", MAX_LAUNCHES)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_layer_has_at_most_so_many_launches(size: int, rows: int) -> None:
-    """Without the exchanges of ranks, which the text names: three at most in a layer."""
-    plan = share_plan("sm_103", size, rows, 1)
-    groups = group_lines(plan.config, launch_lines(plan))
-    layers = [layer for group in groups for layer in group.layers]
-    assert sorted(layers) == list(range(93))
-    for group in groups:
-        if group.layers:
-            assert len(group.columns) <= MAX_LAUNCHES[rows], group.name
-            assert len(reduced_buffers(plan.config, group.layers[0])) <= 3
+    """Of a rank that is alone, and of one that exchanges values with others."""
+    alone = share_plan("sm_103", size, rows, 1)
+    ranked = share_plan("sm_103", size, rows, 1, exchanges=True)
+    for plan, more in ((alone, 0), (ranked, MORE_LAUNCHES)):
+        groups = group_lines(plan.config, launch_lines(plan))
+        layers = [layer for group in groups for layer in group.layers]
+        assert sorted(layers) == list(range(93))
+        for group in groups:
+            moved = [column for column in group.columns if column[0].moves]
+            if group.layers:
+                launched = len(group.columns) - len(moved)
+                assert launched <= MAX_LAUNCHES[rows] + more, group.name
+                assert len(moved) <= (MAX_EXCHANGES if more else 0), group.name
 
 
 def test_a_plan_without_memory_cannot_run() -> None:
@@ -147,7 +154,7 @@ def test_what_the_command_cannot_print_is_said(
 
 
 def test_the_kernels_of_the_main_plans_compile_and_do_not_spill() -> None:
-    _check_resources(_compile(QUICK))
+    _check_resources(_compile(QUICK + RANKED))
 
 
 @pytest.mark.slow

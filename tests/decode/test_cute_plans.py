@@ -122,7 +122,7 @@ def test_the_command_shows_whose_each_launch_is(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(kimi_k3()))
     arguments = ["plan", "--config", str(path), "--device", "cuda", "--arch", "sm_90"]
-    arguments += ["--tensor-parallel-size", "16", "--gpu-kernels", "cute"]
+    arguments += ["--gpu-kernels", "cute"]
     assert main([*arguments, "--rows", "2"]) == 0
     printed = capsys.readouterr().out
     assert " projection    cute    projection " in printed
@@ -131,6 +131,11 @@ def test_the_command_shows_whose_each_launch_is(
     assert main([*arguments, "--rows", "16", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert {launch["impl"] for launch in document["launches"]} == {"triton"}
+    # Parts of sums are not rounded, and are Triton's.
+    assert main([*arguments, "--tensor-parallel-size", "16", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = {(launch["op"], launch["impl"]) for launch in document["launches"]}
+    assert {("projection", "cute"), ("projection_part", "triton"), ("exchange", "device")} <= found
     assert main([*arguments[:3], "--gpu-kernels", "cute"]) == 2
     assert "gpu_kernels is 'cute' and device 'cpu'" in capsys.readouterr().err
 

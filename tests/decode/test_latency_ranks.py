@@ -45,6 +45,7 @@ from kdecode.model.outline import outline_model
 from kdecode.model.rank_share import share_of
 from kdecode.model.synthesis import make_checkpoint
 from kdecode.model.weights import CheckpointReader
+from kdecode.parallel.context import ContextShare
 from kdecode.parallel.ranks import ALONE, RankError, Ranks
 from kdecode.parallel.shared import Segment
 from kdecode.testing.compare import assert_close, bit_equal
@@ -298,10 +299,9 @@ def test_what_several_ranks_cannot_run_is_refused(mini_16_checkpoint: Path) -> N
     caches = shared_caches(family, whole_caches(family, batch), Ranks(0, 2))
     with pytest.raises(BackendRefusedError, match="ranks on several hosts have none"):
         latency_specialized.build(deployment, family.share(Ranks(0, 2)), caches, 1)
-    cuda = replace(deployment, device="cuda", arch="sm_90")
-    assert "The steps of a CUDA plan run on one rank; there are 2." in latency_specialized.refuse(
-        cuda
-    )
+    context = ContextShare(Ranks(0, 2))
+    cuda = replace(deployment, device="cuda", arch="sm_90", context=context)
+    assert "a CUDA plan attend to whole contexts" in latency_specialized.refuse(cuda)[0]
     odd = replace(deployment, ranks=Ranks(0, 96))
     reasons = latency_specialized.refuse(odd)
     assert "Native steps exchange values among up to 64 ranks; there are 96." in reasons

@@ -36,12 +36,14 @@ def test_sums_are_added_in_the_order_of_the_ranks() -> None:
         group.close()
 
 
-@pytest.mark.parametrize("shared", [{}, sharing(2, 1)])
+@pytest.mark.parametrize(
+    ("backend", "shared"), [("auto", {}), ("auto", sharing(2, 1)), ("latency_specialized", {})]
+)
 def test_ranks_on_gpus_say_what_one_rank_says(
-    mini_16_checkpoint: Path, shared: dict[str, object]
+    mini_16_checkpoint: Path, backend: str, shared: dict[str, object]
 ) -> None:
     single = Single.of(mini_16_checkpoint, "auto")
-    with build(mini_16_checkpoint, "auto", 2, device="cuda", **shared) as llm:
+    with build(mini_16_checkpoint, backend, 2, device="cuda", **shared) as llm:
         outputs = llm.generate(PROMPTS, greedy())
         logits = [llm.teacher_forced(*p) for p in zip(PROMPTS, single.replies, strict=True)]
     assert single.near_ties(outputs) <= len(PROMPTS)
@@ -49,6 +51,7 @@ def test_ranks_on_gpus_say_what_one_rank_says(
         assert distance(ours.cpu(), theirs) < MAX_DISTANCE
 
 
+@pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
 @pytest.mark.parametrize("kind", WORDS)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_rank_that_is_lost_is_named(
@@ -57,11 +60,12 @@ def test_a_rank_that_is_lost_is_named(
     mini_16_checkpoint: Path,
     kind: str,
     phase: str,
+    backend: str,
 ) -> None:
     stamp = tmp_path / "stamp"
     fault = Fault(1, kind, phase, str(stamp))
     monkeypatch.setattr("kdecode.engine.leader.follow", partial(follow_until, fault))
-    with build(mini_16_checkpoint, "auto", 2, device="cuda") as llm:
+    with build(mini_16_checkpoint, backend, 2, device="cuda") as llm:
         outputs = llm.generate(PROMPTS, greedy())
         assert time.monotonic() - float(stamp.read_text()) < LIMIT_S
     for output in outputs:

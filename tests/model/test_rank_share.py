@@ -21,7 +21,6 @@ from kdecode.model.rank_share import (
     cut_of,
     join,
     part_shape,
-    reduced_buffers,
     refuse_division,
     release_config,
     share_of,
@@ -201,10 +200,7 @@ def test_a_share_divides_heads_widths_and_vocabulary_only() -> None:
 
 
 def test_what_ranks_exchange_is_what_divided_products_write() -> None:
-    k3, linear = (ModelConfig.from_checkpoint(document()) for document in (kimi_k3, kimi_linear))
-    assert reduced_buffers(k3, 0) == ("attn_delta", "mlp_delta")
-    assert reduced_buffers(k3, 1) == ("attn_delta", "expert_sum", "shared")
-    assert reduced_buffers(linear, 1) == ("attn_delta", "expert_sum", "shared")
+    k3 = ModelConfig.from_checkpoint(kimi_k3())
     share = share_of(k3, 16)
     stages = ("attn_out_proj", "route", "latent_down", "experts", "latent_up", "kda_step", "head")
     found = [stage_exchange(share, 16, stage) for stage in stages]

@@ -3,6 +3,7 @@ NCCL's name. What is exchanged is compared with what ranks of the CPU exchange."
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +30,7 @@ from kdecode.engine.hardware import hardware
 from kdecode.engine.preflight import check_devices
 from kdecode.parallel import nccl
 from kdecode.parallel.collectives import GroupExchange
-from kdecode.parallel.nccl import NcclExchange
+from kdecode.parallel.nccl import NcclBlocks, NcclExchange
 from kdecode.parallel.ranks import RankError, Ranks
 from kdecode.testing.ranks import run_ranks
 
@@ -109,6 +110,32 @@ def test_columns_are_gathered_and_parts_swapped(dtype: torch.dtype) -> None:
     for rank, (gathered, swapped) in enumerate(_on_gpus(size, body)):
         assert torch.equal(gathered, columns)
         assert torch.equal(swapped, torch.stack([given[rank] for given in pieces]))
+
+
+def test_blocks_of_all_ranks_are_where_their_addresses_say() -> None:
+    """Of one name they share their memory, the largest one's."""
+    size = 3
+
+    def body(ranks: Ranks, exchange: NcclExchange) -> list[Tensor]:
+        blocks, found = NcclBlocks(exchange, ranks, "cuda:0"), []
+        for num_bytes in (512, 1024, 256):
+            block = blocks.block("attn", num_bytes)
+            block.part.fill_(ranks.rank + num_bytes % 7)
+            exchange.begin()
+            block.run()
+            exchange.settle()
+            found += [_at(int(begin), num_bytes) for begin in host(block.sources)]
+        return found
+
+    for found in _on_gpus(size, body):
+        values = [rank + num_bytes % 7 for num_bytes in (512, 1024, 256) for rank in range(size)]
+        assert [part.unique().tolist() for part in found] == [[value] for value in values]
+        assert [len(part) for part in found[::size]] == [512, 1024, 256]
+
+
+def _at(address: int, num_bytes: int) -> Tensor:
+    """A copy of what is in memory there."""
+    return torch.frombuffer(bytearray(ctypes.string_at(address, num_bytes)), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +230,14 @@ def _exchange(watch: Whole) -> tuple[NcclExchange, PretendedNccl]:
 
 def test_a_step_that_does_not_go_on_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange, _ = _exchange(Whole())
+    exchange.begin()
     with pretend_cuda():
         exchange.gather(torch.zeros(1, 1, device="cuda"))
     exchange.settle()
+    assert exchange.number == 2
     # Between two steps any time may pass.
     time.sleep(0.15)
-    with pretend_cuda():
-        exchange.gather(torch.zeros(1, 1, device="cuda"))
+    exchange.begin()
     monkeypatch.setattr(torch.cuda, "Event", Busy)
     with pytest.raises(RankError, match=r"An exchange of cuda:0 did not end within 0\.05 s"):
         exchange.settle()

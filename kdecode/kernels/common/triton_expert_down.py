@@ -36,12 +36,7 @@ from kdecode.kernels.common.triton_experts import (
     weighted_sums,
 )
 from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
-from kdecode.kernels.common.triton_ops import (
-    is_last_arrival,
-    round_bf16,
-    to_bf16,
-    wait_for_previous,
-)
+from kdecode.kernels.common.triton_ops import is_last_arrival, wait_for_previous
 
 # Slots whose weights a program of a row loads at a time, and rows that are summed up at a time.
 _SLOTS = 16
@@ -89,7 +84,8 @@ def down_launch(
     gathering: Gathering | None,
     squares: Tensor | None = None,
 ) -> Launch:
-    """product [R, N, F] bf16 -> out [R, side] bf16. gathering: None unless `is_grouped`. squares:
+    """product [R, N, F] bf16 -> out [R, side], of one of several ranks its part in fp32, of which
+    nothing is rounded. gathering: None unless `is_grouped`; its outputs are of that dtype. squares:
     `expert_squares`, if they are to be made; ValueError for a tile that has no whole blocks."""
     moe, side, width = config.moe, expert_side(config), config.moe.expert_width
     is_coded, rows = stack.down_scales is not None, product.shape[0]
@@ -99,7 +95,7 @@ def down_launch(
         "ids": tensor_for(choice.ids, torch.int32, slots, name="route_ids"),
         "weights": tensor_for(choice.weights, torch.float32, slots, name="route_weights"),
         **down_arguments(config, stack),
-        "out": tensor_for(out, BF16, (rows, side), name="expert_sum"),
+        "out": tensor_for(out, out.dtype, (rows, side), name="expert_sum"),
         "squares": out if squares is None else squares,
     }
     constants = {
@@ -122,7 +118,7 @@ def down_launch(
         places, by_pair = grouped_places(config, rows)
         arguments |= {
             "x": product,
-            "outputs": tensor_for(gathering.outputs, BF16, (*slots, side), name="outputs"),
+            "outputs": tensor_for(gathering.outputs, out.dtype, (*slots, side), name="outputs"),
             "counters": gathering.counters,
             "rows": rows,
             "places": places,
@@ -204,10 +200,12 @@ def expert_down_rows(
         source = x + (held * (INNER // 2 if IS_CODED else INNER))[None, :, None]
         sums = few_products(source, data, scales, lines, is_line, INNER, BLOCK_K, IS_CODED)
         # What is not read counts nothing: not the left-over product of an id that is no expert.
-        share = tl.where(is_line.reshape(BLOCK_N, BLOCK_SLOTS), round_bf16(sums), 0.0)
+        # Rounded, unless it is a part.
+        product = sums.to(out.dtype.element_ty).to(tl.float32)
+        share = tl.where(is_line.reshape(BLOCK_N, BLOCK_SLOTS), product, 0.0)
         share = tl.where(is_valid[None, :], weight[None, :] * share, float("nan"))
         total += tl.sum(share, axis=1)
-    summed = to_bf16(total)
+    summed = total.to(out.dtype.element_ty)
     tl.store(out + row * SIDE + n, summed, mask=n < SIDE)
     if SQUARE_COLUMNS > 0:
         line = (row + tl.arange(0, 1))[:, None]
@@ -263,7 +261,7 @@ def expert_down_grouped(
             )
             inside = has_row[None, :] & (n < SIDE)[:, None]
             place_out = outputs + pair.to(tl.int64)[None, :] * SIDE + n[:, None]
-            tl.store(place_out, to_bf16(sums), mask=inside)
+            tl.store(place_out, sums.to(outputs.dtype.element_ty), mask=inside)
     if is_last_arrival(counters + block, places):
         for start in range(0, rows, BLOCK_SUM):
             row = (start + tl.arange(0, BLOCK_SUM)).to(tl.int64)[:, None]
@@ -271,7 +269,7 @@ def expert_down_grouped(
                 outputs, ids, weights, row, row < rows, held[None, :], TOP_K, EXPERTS, SIDE
             )
             inside = (row < rows) & (n < SIDE)[None, :]
-            summed = to_bf16(total)
+            summed = total.to(out.dtype.element_ty)
             tl.store(out + row * SIDE + n[None, :], summed, mask=inside)
             if SQUARE_COLUMNS > 0:
                 begin = block * BLOCK_N

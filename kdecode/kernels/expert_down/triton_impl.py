@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdecode.kernels.common.expert_launch import BF16, expert_side, stack_of
+from kdecode.kernels.common.expert_launch import expert_side, stack_of
 from kdecode.kernels.common.triton_expert_down import (
     Choice,
     Gathering,
@@ -24,10 +24,13 @@ def refuse(problem: Problem) -> list[str]:
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its experts one `ExpertStack`."""
     config, rows = problem.config, plan_rows(problem)
+    # Of several ranks the sums are parts, and what they are made of is not rounded.
+    is_alone = problem.ranks.is_alone
+    out = buffers["expert_sum" if is_alone else "expert_part"]
     gathering = None
     if is_grouped(rows):
         shape = (rows, config.moe.top_k, expert_side(config))
-        outputs = buffers.scratch("expert_outputs", shape, BF16)
+        outputs = buffers.scratch("expert_outputs", shape, out.dtype)
         gathering = Gathering(outputs, buffers.counters(num_counters(config)))
     launch = down_launch(
         config,
@@ -35,8 +38,8 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         stack_of(weights.mlp, buffers),
         buffers["expert_product"],
         Choice(buffers["route_ids"], buffers["route_weights"]),
-        buffers["expert_sum"],
+        out,
         gathering,
-        buffers.get("expert_squares"),
+        buffers.get("expert_squares") if is_alone else None,
     )
     return TritonStep(launch)

@@ -2,7 +2,8 @@
 
 The router's programs come first. All ask for their weights before the launch ahead is over. Of one
 or two rows the last of the router's to arrive makes the choice, while others still multiply; of
-more rows a second launch does, one program a row.
+more rows a second launch does, one program a row. Of several ranks each has some rows of the router
+and of the way to the latents, and leaves the choice to `rank_whole`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kdecode.config import ModelConfig
 from kdecode.kernels.common.triton_launch import (
     Launch,
     TritonStep,
@@ -49,38 +49,44 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its trunk in "rows"."""
     config, rows, mixture = problem.config, plan_rows(problem), weights.mlp
     moe, inner = config.moe, config.hidden_size
-    latent, shared = moe.latent_width or 0, moe.shared_width
-    columns = moe.num_experts + latent + 2 * shared
+    experts, latent = _own_rows(problem)
+    shared, is_alone = moe.shared_width, problem.ranks.is_alone
+    columns = experts + latent + 2 * shared
     tile = product_tile("moe_gate", problem.arch, rows, columns, inner)
     # Gate and up are neighbours in a block.
     block_n = max(2, tile.block_n)
     blocks = _Blocks(
-        divide_up(moe.num_experts, block_n),
+        divide_up(experts, block_n),
         divide_up(latent, block_n),
         divide_up(2 * shared, block_n),
     )
     logits = buffers.scratch("router_logits", (rows, moe.num_experts), FP32)
     ids, chosen = buffers["route_ids"], buffers["route_weights"]
     choose = route_launch(moe, logits, mixture.router_bias, ids, chosen)
+    selects = is_alone and rows <= SELECT_ROWS
     arguments = {
         **choose.arguments,
         "x": tensor_for(buffers["mlp_in"], BF16, (rows, inner), name="mlp_in"),
-        "router": row_major(mixture.router, (moe.num_experts, inner), "the router"),
-        **_outputs(config, rows, mixture, buffers),
+        "router": row_major(mixture.router, (experts, inner), "the router"),
+        **_outputs(problem, mixture, buffers),
         "counter": buffers.counters(1),
         "beta": config.activation.beta or 0.0,
         "bound": config.activation.linear_beta or 0.0,
         "rows": rows,
     }
+    if not is_alone:
+        part = buffers["router_part"]
+        arguments["logits"] = tensor_for(part, FP32, (rows, experts), name="router_part")
     constants = {
         **route_constants(moe),
+        "EXPERTS": experts,
         "LATENT": latent,
         "SHARED": shared,
         "INNER": inner,
         "ROUTER_BLOCKS": blocks.router,
         "LATENT_BLOCKS": blocks.latent,
         "IS_SITU": config.activation.kind == "situ",
-        "SELECT": rows <= SELECT_ROWS,
+        "SELECT": selects,
         "BLOCK_R": product_rows(rows),
         "BLOCK_N": block_n,
         "BLOCK_K": tile.block_k,
@@ -89,7 +95,13 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     launch = Launch(
         moe_gate, grid, arguments, constants, tile.warps, tile.stages, begins_early=True
     )
-    return TritonStep(launch, then=() if rows <= SELECT_ROWS else (choose,))
+    return TritonStep(launch, then=() if selects or not is_alone else (choose,))
+
+
+def _own_rows(problem: Problem) -> tuple[int, int]:
+    """Of the router and of the way to the latents, on this rank."""
+    moe, ranks = problem.config.moe, problem.ranks
+    return ranks.part(moe.num_experts), ranks.part(moe.latent_width or 0)
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,17 @@ class _Blocks:
         return self.router + self.latent + self.shared
 
 
-def _outputs(config: ModelConfig, rows: int, mixture: Any, buffers: Buffers) -> dict[str, Tensor]:
+def _outputs(problem: Problem, mixture: Any, buffers: Buffers) -> dict[str, Tensor]:
     """Weights and buffers that a model may not have; what stands for them is never read."""
-    latent, shared, inner = config.moe.latent_width, config.moe.shared_width, config.hidden_size
+    config, rows = problem.config, plan_rows(problem)
+    shared, inner = config.moe.shared_width, config.hidden_size
     absent = buffers["mlp_in"]
     found = dict.fromkeys(("latent_down", "latent", "gate_up", "product_out"), absent)
-    if latent is not None:
+    if config.moe.latent_width is not None:
+        _, latent = _own_rows(problem)
+        name = "latent" if problem.ranks.is_alone else "latent_part"
         found["latent_down"] = row_major(mixture.latent_down, (latent, inner), "latent_down")
-        found["latent"] = tensor_for(buffers["latent"], BF16, (rows, latent), name="latent")
+        found["latent"] = tensor_for(buffers[name], BF16, (rows, latent), name=name)
     if shared:
         out = buffers["shared_product"]
         name = "the shared gate and up"

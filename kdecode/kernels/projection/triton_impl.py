@@ -19,7 +19,7 @@ from kdecode.kernels.common.triton_launch import (
     row_major,
     tensor_for,
 )
-from kdecode.kernels.common.triton_ops import is_last_arrival, to_bf16
+from kdecode.kernels.common.triton_ops import is_last_arrival, round_bf16
 from kdecode.kernels.common.triton_product import product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.projection.op import ProjectionWeights
@@ -38,7 +38,8 @@ def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> T
     rounds = divide_up(inner, tile.block_k * tile.split)
     split = divide_up(inner, tile.block_k * rounds)
     source, out = buffers[weights.input], buffers[weights.output]
-    dtype = torch.float32 if weights.is_head else torch.bfloat16
+    is_part = weights.exchange == "reduce"
+    dtype = torch.float32 if weights.is_head or is_part else torch.bfloat16
     out = tensor_for(out, dtype, (rows, columns), name=weights.output)
     partial, counters = out, out  # not used by one program a block
     if split > 1:
@@ -62,6 +63,7 @@ def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> T
         "BLOCK_K": tile.block_k,
         "ROUNDS": rounds,
         "SPLIT": split,
+        "ROUND": not is_part,
     }
     grid = (blocks, split)
     return TritonStep(
@@ -70,12 +72,13 @@ def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> T
 
 
 @triton.jit
-def _store(acc, out, n, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Rounded to bf16, also where the buffer is fp32."""
+def _store(acc, out, n, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, ROUND: tl.constexpr):
+    """With ROUND to bf16, also where the buffer is fp32."""
     r = tl.arange(0, BLOCK_R)[None, :]
     inside = (r < rows) & (n < COLUMNS)[:, None]
-    rounded = to_bf16(acc).to(out.dtype.element_ty)
-    tl.store(out + r * COLUMNS + n[:, None], rounded, mask=inside)
+    if ROUND:
+        acc = round_bf16(acc)
+    tl.store(out + r * COLUMNS + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -93,6 +96,7 @@ def projection(
     BLOCK_K: tl.constexpr,
     ROUNDS: tl.constexpr,
     SPLIT: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     block, part = tl.program_id(0), tl.program_id(1)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -103,7 +107,7 @@ def projection(
         x, weight, x, 0.0, held, rows, begin, end, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
     )
     if SPLIT == 1:
-        _store(acc, out, n, rows, COLUMNS, BLOCK_R)
+        _store(acc, out, n, rows, COLUMNS, BLOCK_R, ROUND)
     else:
         size: tl.constexpr = BLOCK_N * BLOCK_R
         own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
@@ -113,4 +117,4 @@ def projection(
             total = tl.load(first + own)
             for other in tl.static_range(1, SPLIT):
                 total += tl.load(first + other * size + own)
-            _store(total, out, n, rows, COLUMNS, BLOCK_R)
+            _store(total, out, n, rows, COLUMNS, BLOCK_R, ROUND)
