@@ -19,6 +19,9 @@ from pathlib import Path
 import numpy as np
 
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-perplexity")
+# A saved log-probability is no more than this below the largest of its position: thousands of
+# unlikely tokens are all there at this floor, and would together pass for 3e-3 nats of difference.
+FLOOR_NATS = 16.0
 
 
 class PeerError(RuntimeError):
@@ -117,7 +120,7 @@ def read_logits(data: bytes) -> tuple[list[int], np.ndarray]:
     """A file of `llama-perplexity --save-all-logits` with one chunk.
 
     Log-probabilities are there in 16 bits between the lowest and the highest of their position, and
-    none is more than 16 below the highest.
+    none is more than FLOOR_NATS below the highest.
     """
     head = np.frombuffer(data, np.int32, 3, offset=8) if data[:8] == b"_logits_" else []
     if len(head) < 3 or head[2] != 1:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -184,9 +185,12 @@ class Check:
     """
 
     def __init__(self, args: argparse.Namespace, files: Files, bar: ProgressBar) -> None:
+        from kdecode.bench.llama_cpp import FLOOR_NATS
         from kdecode.bench.peers import divergence
 
-        self._context, self._bar, self._distance = args.agreement_tokens, bar, divergence
+        self._context, self._bar = args.agreement_tokens, bar
+        # Every distance is taken the same way, so that they can be compared.
+        self._distance = partial(divergence, floor_nats=FLOOR_NATS)
         self._llama, self._threads = files.llama, EngineConfig(num_threads=args.threads)
         self._text = files.text(args.agreement_tokens)
         f32 = files.path("f32", bar)

@@ -92,6 +92,17 @@ def test_divergence_is_of_distributions_not_of_logits() -> None:
     assert same.agrees
 
 
+def test_what_is_below_the_floor_is_no_difference() -> None:
+    # As a file of logits that stops 2 nats below the largest has it: most tokens at the floor.
+    full = np.array([[0.0, -1.0, *[-30.0] * 100]])
+    cut = np.maximum(full, -2.0)
+    assert not divergence(full, cut).agrees
+    assert divergence(full, cut, floor_nats=2.0).mean == pytest.approx(0.0, abs=1e-12)
+    # A difference above the floor is still one.
+    other = np.array([[0.0, -1.5, *[-2.0] * 100]])
+    assert not divergence(full, other, floor_nats=2.0).agrees
+
+
 def test_a_ratio_needs_equal_promises_and_checked_logits() -> None:
     ours, theirs = Made("ours", 1, []), Made("theirs", 1, [])
     changed = Made("theirs-q8_0", 1, [], keeps_weights=False)
@@ -100,7 +111,7 @@ def test_a_ratio_needs_equal_promises_and_checked_logits() -> None:
     assert refusal(ours, theirs, good, needs_check=True) is None
     assert "theirs-q8_0 differ" in str(refusal(ours, changed, good, needs_check=True))
     assert "not checked" in str(refusal(ours, theirs, None, needs_check=True))
-    assert "2.00e-03 nats" in str(refusal(ours, theirs, bad, needs_check=True))
+    assert "2.00e-04 nats" in str(refusal(ours, theirs, bad, needs_check=True))
     # A peer that reads the checkpoint itself has nothing of ours to get wrong.
     assert refusal(ours, theirs, None, needs_check=False) is None
 
