@@ -47,7 +47,10 @@ ALL = tuple(
     for ranks in ("", "/ranks")
 )
 # Why a kernel spills registers, by name; without a reason none may.
-SPILLS: dict[str, str] = {}
+SPILLS = {
+    "projection_part projection": "8 bytes a thread at 64 rows on sm_100 and sm_103, where two "
+    "programs share a block; no other tile was tried."
+}
 UPDATE = "pytest tests/decode/test_cuda_plans.py --update-plans"
 CUDA = ("--device", "cuda", "--arch")
 COLUMNS = ("kernel", "tile", "arch/ranks/rows/of a request", "registers", "spilled", "shared")
