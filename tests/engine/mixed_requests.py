@@ -109,7 +109,7 @@ class Alone:
     """
 
     def __init__(self, build: Callable[[int | None], LLM]) -> None:
-        self._build = build
+        self.build = build
         self._llm = build(None)
         self._cut: dict[int, LLM] = {}
         self._replies: dict[tuple[tuple[int, ...], SamplingParams], Output] = {}
@@ -129,7 +129,7 @@ class Alone:
         yield _margin(self._llm, job, ids)
         for tokens in CUTS:
             if tokens not in self._cut:
-                self._cut[tokens] = self._build(tokens)
+                self._cut[tokens] = self.build(tokens)
             yield _margin(self._cut[tokens], job, ids)
 
 

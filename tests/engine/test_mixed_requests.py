@@ -7,6 +7,7 @@ requests of 1 to 4,000 tokens for each kind of cache.
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from test_state_lifecycle import _poison_what_is_free
 from kdecode.cache.budget import page_bytes, slot_bytes
 from kdecode.config import ModelConfig
 from kdecode.engine.engine import LLM
+from kdecode.testing.compare import bit_equal
 
 BACKENDS = ("auto", "latency_specialized")
 # Several chunks and boundaries in prompts of 200 tokens.
@@ -124,6 +126,21 @@ def test_seeds_do_not_depend_on_batch_mates_or_preemption(
     ]
     assert len(same) >= 8
     assert sum(same) >= len(same) - (not _is_exact(backend, "prefixes"))
+
+
+@pytest.mark.parametrize("checkpoint", ["mini_checkpoint", "mini_linear_checkpoint"])
+def test_where_a_prompt_is_cut_changes_no_bit(
+    checkpoint: str, request: pytest.FixtureRequest
+) -> None:
+    """Cuts on multiples of 64; what is left has 1 row, few or many, each with a form of its own."""
+    build = _alone(request.getfixturevalue(checkpoint), "latency_specialized", 320).build
+    whole, *cut = [build(tokens) for tokens in (256, 128, 64)]
+    draw = random.Random(3)
+    for length in (129, 130, 145, 150, 191, 192):
+        prompt = [draw.randrange(1000) for _ in range(length)]
+        expected = whole.teacher_forced(prompt, [5])
+        for llm in cut:
+            bit_equal(llm.teacher_forced(prompt, [5]), expected, f"{length} tokens")
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 On a CPU, chunks with expanded keys take the native attention.
 Decode rows: the heads are the query positions of one attention over the shared cache rows, so the
-rows are read once for all heads. Chunks: absorbed while short, expanded above `_is_expanded`.
+rows are read once for all heads. Chunks: absorbed while short, expanded above `_is_expanded`; the
+rows of a last block of 64 that is not full by themselves, so that a row's form, and with it its
+last bits, depend on its request's length and not on where its prompt is cut.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ _EXPANDED_BYTES = 128 * 2**20
 # Rows of the products that expand are multiples of it: torch's library keeps prepared code for
 # hundreds of sizes, which prompts of any length would fill for nothing.
 _PRODUCT_ROWS = 64
+# The block that the chunks of a prompt end on (`prefill.chunks.ALIGNMENT`).
+_BLOCK_ROWS = 64
 # How much sooner expanding pays with the native attention, which is faster than torch's.
 _NATIVE_GAIN = 3
 
@@ -167,13 +171,18 @@ class Attention:
         """One row of each request: [R, H, qk_dim] -> values [R, H, v_dim]."""
         query = self._absorbed(heads)
         spans = self.buffers.step.single
-        latents = [self._decode(query[row], span) for row, span in enumerate(spans)]
+        latents = [
+            self._decode(query[row], self.cache.gather(span)) for row, span in enumerate(spans)
+        ]
         return self.value(torch.stack(latents))
 
-    def _decode(self, query: Tensor, span: RequestSpan) -> Tensor:
-        """query [H, cache_width] -> latent [H, kv_rank]: heads as positions, a group a thread."""
+    def _decode(self, query: Tensor, rows: Tensor) -> Tensor:
+        """query [H, cache_width], rows [C, cache_width] -> latent [H, kv_rank].
+
+        Heads as positions, a group a thread.
+        """
         groups = _head_groups(self.mla.num_heads, query.device)
-        rows = self.cache.gather(span).expand(1, groups, -1, -1)
+        rows = rows.expand(1, groups, -1, -1)
         grouped = query.view(1, groups, -1, query.shape[-1])
         out = F.scaled_dot_product_attention(grouped, rows, rows, scale=self.mla.qk_dim**-0.5)
         return out.flatten(0, 2)[:, : self.mla.kv_rank]
@@ -181,11 +190,24 @@ class Attention:
     def _span(self, heads: Tensor, span: RequestSpan) -> Tensor:
         """The rows of one request: [T, H, qk_dim] -> values [T, H, v_dim]."""
         rows = self.cache.gather(span) if self.others is None else self.others.rows(span)
-        if self._is_expanded(span.num_rows):
-            return self._expanded(heads, rows, span)
-        query = self._absorbed(heads).transpose(0, 1).unsqueeze(0)  # [1, H, T, width]
+        tail = min(span.context_tokens % _BLOCK_ROWS, span.num_rows)
+        head = span.num_rows - tail
+        if not (head and tail and self._is_expanded(head) and not self._is_expanded(tail)):
+            return self._last(heads, rows)
+        first = self._last(heads[:head], rows[: len(rows) - tail])
+        return torch.cat([first, self._last(heads[head:], rows)])
+
+    def _last(self, heads: Tensor, rows: Tensor) -> Tensor:
+        """Of the last positions of a context: [T, H, qk_dim], rows [C, width] -> [T, H, v_dim]."""
+        tokens = heads.shape[0]
+        if self._is_expanded(tokens):
+            return self._expanded(heads, rows)
+        absorbed = self._absorbed(heads)
+        if tokens == 1:
+            return self.value(self._decode(absorbed[0], rows).unsqueeze(0))
+        query = absorbed.transpose(0, 1).unsqueeze(0)  # [1, H, T, width]
         shared = rows.expand(1, self.mla.num_heads, -1, -1)
-        out = _causal(query, shared, shared, span.start, self.mla.qk_dim**-0.5)
+        out = _causal(query, shared, shared, len(rows) - tokens, self.mla.qk_dim**-0.5)
         return self.value(out[0, :, :, : self.mla.kv_rank].transpose(0, 1))
 
     def _is_expanded(self, tokens: int) -> bool:
@@ -196,9 +218,10 @@ class Attention:
             saved *= _NATIVE_GAIN
         return tokens * saved > mla.kv_rank * (mla.nope_dim + mla.v_dim)
 
-    def _expanded(self, heads: Tensor, rows: Tensor, span: RequestSpan) -> Tensor:
+    def _expanded(self, heads: Tensor, rows: Tensor) -> Tensor:
         """Plain attention with keys and values of each head. rows [C, width] -> [T, H, v_dim]."""
         mla, context = self.mla, rows.shape[0]
+        start = context - heads.shape[0]
         latent, rest = torch.split(rows, [mla.kv_rank, mla.rope_dim], dim=-1)
         isa = self.buffers.products.isa
         if self.is_native:
@@ -215,7 +238,7 @@ class Attention:
             # One head width for keys and values is what torch's fused CPU attention takes.
             padded = F.pad(values, (0, mla.qk_dim - mla.v_dim))
             query = heads[:, own].transpose(0, 1).unsqueeze(0)
-            attended = _causal(query, keys[None], padded[None], span.start, mla.qk_dim**-0.5)
+            attended = _causal(query, keys[None], padded[None], start, mla.qk_dim**-0.5)
             outs.append(attended[0, :, :, : mla.v_dim])
         return torch.cat(outs).transpose(0, 1)
 
