@@ -27,9 +27,9 @@ PROMPT = 195
 # chunked recurrence has, and with chunks shorter than the convolution.
 ENDS = ((65, 130), (64, 128), (63, 192), (1, 3))
 # The two ways of one prompt differ where a sum is split otherwise and a rounding falls the other
-# way, and where a chunk ends beside a block: the rows behind that block are attended in the absorbed
-# form there and in the expanded one in the whole prompt. Both differ from the reference by all
-# roundings.
+# way, and where a chunk ends beside a block: the rows behind that block are attended in the
+# absorbed form there and in the expanded one in the whole prompt. Both differ from the reference by
+# all roundings.
 SAME = Tolerance(rtol=0.0, atol=0.25, rms_ratio=1.6e-2)
 NEAR = Tolerance(rtol=0.0, atol=0.5, rms_ratio=2e-2)
 
