@@ -11,6 +11,7 @@ import ipaddress
 import json
 import logging
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -171,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = model_of(config_file.read(args.config))
     directory = model_directory(args)
     check_parsers(args, directory)
+    check_address(args.host, args.port)
     llm = open_model(directory, config)
     # The server is made for the application, and the engine's death has to reach the server.
     servers: list[uvicorn.Server] = []
@@ -196,6 +198,17 @@ def run(args: argparse.Namespace) -> int:
         print("kdecode serve: the engine broke; the log above says why", file=sys.stderr)
         return EXIT_BROKEN
     return 0
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises InputError where nothing can listen there: before a model is opened for it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        socket.create_server(found[0][4][:2], family=found[0][0]).close()
+    except OSError as error:
+        raise InputError(
+            f"This server cannot listen on {host}, port {port}: {error.strerror or error}."
+        ) from error
 
 
 def model_of(settings: dict[str, Any]) -> str | None:

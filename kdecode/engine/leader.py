@@ -78,9 +78,10 @@ class Leader:
             yield lambda prefix: self._compare(batch, prefix)
             self._group.settle()
         except BaseException as error:
-            self._fail(self._named(error, batch))
+            is_fault = isinstance(error, Exception)
+            self._fail(self._named(error, batch), logging.ERROR if is_fault else logging.INFO)
             # An interrupt stays one for its caller; the steps after it are told why they break.
-            if isinstance(error, Exception):
+            if is_fault:
                 raise self.failure from error  # type: ignore[misc]
             raise
 
@@ -137,11 +138,11 @@ class Leader:
             self._fail(error)
             raise
 
-    def _fail(self, error: RankError) -> None:
+    def _fail(self, error: RankError, level: int = logging.ERROR) -> None:
         """Final: the others are ended at once, so that nothing waits for what never comes."""
         if self.failure is None:
             self.failure = error
-            log.error("the ranks of this model are broken: %s", error)
+            log.log(level, "the ranks of this model are broken: %s", error)
             self._group.close()
 
 

@@ -8,9 +8,14 @@ can read the store is trusted, as in torch.distributed itself.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,7 +23,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from kdecode.config import ConfigError
+from kdecode.config import ConfigError, TorchRun
 from kdecode.parallel.channel import Frames, framed
 from kdecode.parallel.ranks import RankError, Ranks
 
@@ -26,6 +31,10 @@ _KINDS = ("operations", "notes")
 # How long a caller may take to say who it is; longer, and it is none of ours.
 _GREETING_S = 5.0
 _MAX_GREETING_BYTES = 1024
+# Who waits longer for the others says so.
+_NOTICE_S = 3.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,15 +49,44 @@ class Line:
         self.notes.close()
 
 
-def meet(timeout_s: float) -> Store:
+def meet(run: TorchRun, timeout_s: float) -> Store:
     """The store of the processes that torchrun has started. Raises ConfigError."""
+    notice = threading.Timer(
+        _NOTICE_S,
+        log.warning,
+        (
+            "rank %d of %d waits for the others at %s:%d, for %g s at most; it is a rank of "
+            "torchrun because RANK and WORLD_SIZE are set",
+            *(run.rank, run.size, run.address, run.port, timeout_s),
+        ),
+    )
+    notice.daemon = True
+    notice.start()
     try:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        with _signals_that_end():
+            store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"The processes that torchrun has started do not find each other: {error}"
         ) from error
+    finally:
+        notice.cancel()
     return PrefixStore("kdecode-lines", store)
+
+
+@contextmanager
+def _signals_that_end() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process at once: torch waits where no handler of Python's runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def own_address(address: str, port: int) -> str:

@@ -37,6 +37,7 @@ from kdecode.parallel.ranks import RankError, Ranks
 Follow = Callable[..., None]
 
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_S = 10.0
 # How long a follower of a broken group may take to notice, before its process is ended.
 _NOTICE_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -96,7 +97,7 @@ def start(
             "they must be as many."
         )
     ranks = Ranks(run.rank, run.size)
-    store = hosts.meet(start_timeout_s)
+    store = hosts.meet(run, start_timeout_s)
     address = hosts.own_address(run.address, run.port)
     place = _Place(run.host, address, run.interface, run.local_rank)
     if ranks.is_leader:
@@ -119,6 +120,7 @@ def _spawn(size: int, follow: Follow, args: Sequence[Any], settings: Settings) -
     # On this host alone, instead of on every interface as the store would listen by itself.
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
+    _require_loopback(port)
     store = TCPStore(
         _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
@@ -138,6 +140,17 @@ def _spawn(size: int, follow: Follow, args: Sequence[Any], settings: Settings) -
     except BaseException:
         followers.end(0)
         raise
+
+
+def _require_loopback(port: int) -> None:
+    """Raises ConfigError where ranks would not reach each other; torch would try for minutes."""
+    try:
+        socket.create_connection((_LOOPBACK, port), _LOOPBACK_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Ranks reach each other through {_LOOPBACK}, and nothing can be reached there on this "
+            f"host: {error}. Its loopback interface has to be up."
+        ) from error
 
 
 def _lead(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from two_hosts import on_two_hosts, require_namespaces
 
 from kdecode.config import ConfigError, TorchRun, torch_run
+from kdecode.parallel.launch import _require_loopback
 
 SCRIPT = str(Path(__file__).with_name("leader_process.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -128,3 +130,32 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
+
+
+def test_a_rank_that_waits_for_the_others_says_so_and_ends_with_a_signal(
+    mini_16_checkpoint: Path,
+) -> None:
+    """As a shell does in which another program's RANK and WORLD_SIZE are still set."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [str(Path(sys.executable).with_name("kdecode")), "generate", str(mini_16_checkpoint)]
+    with subprocess.Popen(
+        [*command, "--prompt", "a", "-tp", "2"],
+        env=os.environ | told,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "waits for the others" in line)
+        assert f"rank 0 of 2 waits for the others at 127.0.0.1:{port}" in line
+        assert "because RANK and WORLD_SIZE are set" in line
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == -signal.SIGTERM
+
+
+def test_a_host_without_loopback_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"nothing can be reached there on this host"):
+        _require_loopback(port)

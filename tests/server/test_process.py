@@ -346,3 +346,16 @@ def test_a_header_that_does_not_come_ends_the_connection(mini_checkpoint: Path) 
         response = httpx.post(f"{url}/v1/completions", json=slow, timeout=60)
         assert response.json()["usage"]["completion_tokens"] == 40
         assert time.monotonic() - begin > 1
+
+
+def test_a_taken_port_is_refused_before_the_model_is_opened(
+    mini_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kdecode.commands.serve.open_model", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", str(mini_checkpoint), "--port", str(port)]) == 2
+    message = f"cannot listen on 127.0.0.1, port {port}: Address already in use"
+    assert message in capsys.readouterr().err
+    assert cli.main(["serve", str(mini_checkpoint), "--host", "203.0.113.7"]) == 2
+    assert "cannot listen on 203.0.113.7, port 8000: " in capsys.readouterr().err
