@@ -42,9 +42,12 @@ PATIENCE_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Ray's HTTP proxy on a free port. As little of Ray as there can be."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray's workers import from the working directory first, and a source tree has no built kernels.
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("cluster"))
     ray.init(
         "local",
         num_cpus=4,
@@ -59,6 +62,7 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
     ray.shutdown()
+    os.chdir(before)
 
 
 class Breakable(Replica):
