@@ -28,7 +28,7 @@ from kdecode.commands.common import (
     positive,
     rank_settings,
 )
-from kdecode.config import DecodeBackend, EngineConfig
+from kdecode.config import DecodeBackend, EngineConfig, torch_run
 
 if TYPE_CHECKING:
     import uvicorn
@@ -172,7 +172,10 @@ def run(args: argparse.Namespace) -> int:
         args.model = model_of(config_file.read(args.config))
     directory = model_directory(args)
     check_parsers(args, directory)
-    check_address(args.host, args.port)
+    torchrun = torch_run()
+    # Its other processes listen nowhere, and may be on hosts that do not have this address.
+    if torchrun is None or torchrun.rank == 0:
+        check_address(args.host, args.port)
     llm = open_model(directory, config)
     # The server is made for the application, and the engine's death has to reach the server.
     servers: list[uvicorn.Server] = []

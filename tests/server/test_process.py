@@ -359,3 +359,22 @@ def test_a_taken_port_is_refused_before_the_model_is_opened(
     assert message in capsys.readouterr().err
     assert cli.main(["serve", str(mini_checkpoint), "--host", "203.0.113.7"]) == 2
     assert "cannot listen on 203.0.113.7, port 8000: " in capsys.readouterr().err
+
+
+def test_only_the_process_of_torchrun_that_listens_needs_the_port(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+
+    def open_model(directory: Path, config: object) -> None:
+        opened.append(directory)
+        raise SystemExit(0)  # as of a follower, when rank 0 is done
+
+    monkeypatch.setattr("kdecode.commands.serve.open_model", open_model)
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    # An address of rank 0's host, not of this one.
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(mini_checkpoint), "-tp", "2", "--host", "203.0.113.7"])
+    assert opened == [mini_checkpoint]
