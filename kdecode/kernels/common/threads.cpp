@@ -67,7 +67,7 @@ class alignas(kLine) Gate {
 };
 
 struct alignas(kLine) Counter {
-  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> taken{0};
 };
 
 // Memory of one thread.
@@ -83,20 +83,21 @@ struct Scratch {
 
 // A job is a phase or several, separated by barriers; its end is a barrier, too.
 //
-// Split counters: the s-th split of a phase uses counter s of the phase's bank, and phases alternate between two banks. The last
-// thread to arrive at the barrier that ends a phase lets the others go and then clears that phase's bank. Nobody uses the bank in
-// the next phase, and the phase after that starts only when this thread, too, has arrived at the next barrier: so a counter is
-// zero whenever it is opened. A phase of more than kCounters splits gets barriers of its own (open_counter), which is possible
-// because all threads execute the same sequence.
+// Split counters: the s-th split of a phase uses the s-th counters, one a thread, of the phase's bank, and phases alternate between
+// two banks. The last thread to arrive at the barrier that ends a phase lets the others go and then clears that phase's bank. Nobody
+// uses the bank in the next phase, and the phase after that starts only when this thread, too, has arrived at the next barrier: so
+// counters are zero whenever a split is opened. A phase of more than kCounters splits gets barriers of its own (open_split), which
+// is possible because all threads execute the same sequence.
 struct PoolState {
-  PoolState(int count, int spins) : count(count), spins(spins), scratch(count), caller(*this, 0, count) {}
+  PoolState(int count, int spins)
+      : count(count), spins(spins), counters(2 * kCounters * count), scratch(count), caller(*this, 0, count) {}
 
   const int count;
   const int spins;
   const pid_t process = getpid();
   Gate start;    // one arrival a job
   Gate arrived;  // num_threads arrivals a barrier
-  Counter counters[2][kCounters];
+  std::vector<Counter> counters;  // [bank][split][thread]
   std::vector<Scratch> scratch;  // of each thread
   void (*job)(void*, Worker&) = nullptr;  // null ends the threads
   void* context = nullptr;
@@ -115,13 +116,17 @@ void Worker::barrier() {
     return;
   }
   state_.arrived.wake();
-  for (std::uint32_t i = 0; i < used; ++i) state_.counters[bank][i].next.store(0, std::memory_order_relaxed);
+  Counter* const first = &state_.counters[bank * kCounters * count_];
+  const std::uint32_t count = used * static_cast<std::uint32_t>(count_);
+  for (std::uint32_t i = 0; i < count; ++i) first[i].taken.store(0, std::memory_order_relaxed);
 }
 
-std::atomic<std::int64_t>& Worker::open_counter() {
+int Worker::open_split() {
   if (splits_ == kCounters) barrier();
-  return state_.counters[bank_][splits_++].next;
+  return static_cast<int>(bank_ * kCounters + splits_++) * count_;
 }
+
+std::atomic<std::int64_t>& Worker::taken_of(int split, int thread) { return state_.counters[split + thread].taken; }
 
 void* Worker::scratch(std::int64_t bytes) {
   Scratch& own = state_.scratch[index_];

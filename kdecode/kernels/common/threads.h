@@ -28,19 +28,30 @@ class Worker {
   // grows in the first job that needs more than any before.
   void* scratch(std::int64_t bytes);
 
-  // Hands out [0, n) in chunks of `chunk` items to whichever thread asks first; calls body(begin, end). No barrier at the end.
+  // Calls body(begin, end) for chunks of `chunk` items of [0, n). Each thread has a stretch of its own, which it takes in order, so
+  // that it reads memory in one stream; one that has finished helps with the others'. No barrier at the end.
   template <class Body>
   void split(std::int64_t n, std::int64_t chunk, Body&& body) {
-    std::atomic<std::int64_t>& next = open_counter();
-    for (;;) {
-      const std::int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
-      if (begin >= n) return;
-      body(begin, begin + chunk < n ? begin + chunk : n);
+    const int split = open_split();
+    const std::int64_t chunks = (n + chunk - 1) / chunk;
+    for (int i = 0; i < count_; ++i) {
+      const int owner = (index_ + i) % count_;
+      const std::int64_t first = chunks * owner / count_, last = chunks * (owner + 1) / count_;
+      std::atomic<std::int64_t>& taken = taken_of(split, owner);
+      // The first look is one that does not take the counter from its owner.
+      while (first + taken.load(std::memory_order_relaxed) < last) {
+        const std::int64_t at = first + taken.fetch_add(1, std::memory_order_relaxed);
+        if (at >= last) break;
+        body(at * chunk, (at + 1) * chunk < n ? (at + 1) * chunk : n);
+      }
     }
   }
 
  private:
-  std::atomic<std::int64_t>& open_counter();
+  // The place of this split's counters; every thread has the same.
+  int open_split();
+  // How many chunks of a thread's stretch were taken.
+  std::atomic<std::int64_t>& taken_of(int split, int thread);
 
   PoolState& state_;
   int index_;

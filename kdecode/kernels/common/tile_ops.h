@@ -21,8 +21,8 @@ struct Activation {
 
 namespace kdecode::KD_NS {
 
-// Weight bytes of one claim of Worker::split: large enough for the hardware prefetcher to run (it restarts at each claim),
-// small enough for the threads to finish together.
+// Weight bytes of one claim of Worker::split: small enough for the threads to finish together, large enough for a thread that helps
+// another to read some of its stretch in one stream.
 inline constexpr std::int64_t kClaimBytes = 128 * 1024;
 
 // Columns of one claim of an elementwise phase.
