@@ -30,6 +30,7 @@ LosslessPacking = Literal["auto", "on", "off"]
 TrunkWeights = Literal["bf16", "int8", "int4"]
 CacheDtype = Literal["bf16", "fp8"]
 GpuKernels = Literal["triton", "cute"]
+GpuExchange = Literal["auto", "nccl", "symmetric"]
 
 # Input columns that share one scale of an MXFP4 weight.
 MXFP4_GROUP = 32
@@ -190,10 +191,12 @@ class EngineConfig:
     behind prefixes, None for those of four times max_requests.
 
     tensor_parallel_size: processes (ranks) that share the model; threads and budgets are then those
-    of each. decode_context_parallel_size: ranks that share the positions of the latent cache, 1 or
-    all of them, each context_interleave_tokens positions in turn; page_tokens are then the rows of
-    a page on each (see page_positions). rank_timeout_s: how long a rank may give no sign of life.
-    check_ranks: after every step the ranks compare what they have, for debugging.
+    of each. gpu_exchange: how their GPUs exchange values, by NCCL or by symmetric memory; "auto" is
+    symmetric memory where all of them have it. decode_context_parallel_size: ranks that share the
+    positions of the latent cache, 1 or all of them, each context_interleave_tokens positions in
+    turn; page_tokens are then the rows of a page on each (see page_positions). rank_timeout_s: how
+    long a rank may give no sign of life. check_ranks: after every step the ranks compare what they
+    have, for debugging.
     """
 
     decode_backend: DecodeBackend = "auto"
@@ -216,6 +219,7 @@ class EngineConfig:
     state_interval_tokens: int | None = None
     state_cache_bytes: int | None = None
     tensor_parallel_size: int = 1
+    gpu_exchange: GpuExchange = "auto"
     decode_context_parallel_size: int = 1
     context_interleave_tokens: int = 1
     rank_timeout_s: float = 5.0
@@ -278,6 +282,7 @@ class EngineConfig:
         size, parts = self.tensor_parallel_size, self.decode_context_parallel_size
         check_int("tensor_parallel_size", size, at_least=1, at_most=MAX_RANKS)
         check_int("decode_context_parallel_size", parts, at_least=1)
+        check_choice("gpu_exchange", self.gpu_exchange, get_args(GpuExchange))
         if parts not in (1, size):
             raise ConfigError(
                 f"decode_context_parallel_size is {parts} and tensor_parallel_size {size}; either "
@@ -294,6 +299,12 @@ class EngineConfig:
             raise ConfigError(
                 f"context_interleave_tokens is {interleave} and page_tokens {self.page_tokens}; a "
                 "rank's page must hold whole turns, so that pages of all ranks end together."
+            )
+        if self.gpu_exchange != "auto" and (size == 1 or self.device == "cpu"):
+            raise ConfigError(
+                f"gpu_exchange is {self.gpu_exchange!r}, tensor_parallel_size {size} and device "
+                f"{self.device!r}; it is how the GPUs of several ranks exchange values: set it to "
+                "'auto', or device to 'cuda' and more ranks than one."
             )
         check_number("rank_timeout_s", self.rank_timeout_s, above=0, below=MAX_RANK_TIMEOUT_S)
 

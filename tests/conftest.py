@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from triton_interpreter import round_in_the_interpreter
 
 from kdecode.model.synthesis import make_checkpoint
 
@@ -22,27 +21,8 @@ _WITHOUT_GPU = pytest.StashKey[int]()
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-
-
-def _round_in_the_interpreter() -> None:
-    """fp32 becomes the nearest bf16: the interpreter cuts digits off where a GPU rounds."""
-    from triton.language import bfloat16, float32
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if source != float32 or target != bfloat16:
-            return convert(values, source, target, mode)
-        bits = np.ascontiguousarray(values).view(np.uint32)
-        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)
-
-    interpreter._convert_float = rounded
-
-
-if not torch.cuda.is_available() and find_spec("triton") is not None:
-    _round_in_the_interpreter()
+    if find_spec("triton") is not None:
+        round_in_the_interpreter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,13 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What needs more GPUs than there are is not run, and the summary says how much that is."""
+    """What needs more GPUs than there are is not run, and the summary says how much that is.
+
+    Nor is what stands for a GPU's own test where there is one: its kernels would run there.
+    """
     found = _num_gpus()
-    chosen = [item for item in items if _gpus_of(item) <= found]
-    left_out = [item for item in items if _gpus_of(item) > found]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if _gpus_of(item) > found}
+    stand_ins = {item for item in items if found and item.get_closest_marker("interpreter")}
+    unwanted = left_out | stand_ins
+    config.hook.pytest_deselected(items=[*unwanted])
     config.stash[_WITHOUT_GPU] = len(left_out)
-    items[:] = chosen
+    items[:] = [item for item in items if item not in unwanted]
 
 
 def pytest_terminal_summary(

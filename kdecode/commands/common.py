@@ -20,6 +20,7 @@ from kdecode.config import (
     ConfigError,
     DecodeBackend,
     EngineConfig,
+    GpuExchange,
     GpuKernels,
     Isa,
     LosslessPacking,
@@ -180,6 +181,12 @@ def add_rank_arguments(group: argparse._ActionsContainer) -> None:
         help="processes that share the model; --threads is then of each. docs/parallel.md",
     )
     group.add_argument(
+        "--gpu-exchange",
+        choices=get_args(GpuExchange),
+        default=defaults.gpu_exchange,
+        help="between the GPUs of such processes; auto is symmetric memory where all have it",
+    )
+    group.add_argument(
         "--decode-context-parallel-size",
         "-dcp",
         type=positive,
@@ -214,6 +221,7 @@ def rank_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What `add_rank_arguments` reads, as fields of `EngineConfig`."""
     return {
         "tensor_parallel_size": args.num_ranks,
+        "gpu_exchange": args.gpu_exchange,
         "decode_context_parallel_size": args.num_context_ranks,
         "context_interleave_tokens": args.context_interleave,
         "rank_timeout_s": args.rank_timeout_seconds,

@@ -57,6 +57,7 @@ def own_servers(args: argparse.Namespace, longest_request: int) -> tuple[Launch,
     if args.num_ranks > 1:
         flags |= {
             "--tensor-parallel-size": args.num_ranks,
+            "--gpu-exchange": args.gpu_exchange,
             "--decode-context-parallel-size": args.num_context_ranks,
             "--dcp-kv-cache-interleave-size": args.context_interleave,
             "--rank-timeout-seconds": args.rank_timeout_seconds,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kdecode.config import GpuKernels, ModelConfig
+from kdecode.config import GpuExchange, GpuKernels, ModelConfig
 from kdecode.kernels.common.native import Pool
 from kdecode.kernels.contract import Problem
 from kdecode.parallel.context import WHOLE, ContextShare
@@ -44,7 +44,8 @@ class Deployment:
     of a draft; see `Problem`. arch: of a CUDA device, "sm_90". tensors: the torch device of a CUDA
     plan's tensors where it is not ``device``: "cpu" for Triton's interpreter, "meta" for a plan
     whose kernels are compiled and not run. ranks: of several, ``config`` is one rank's share, and
-    ``shared`` what native steps exchange values through; None for one that does not run. context:
+    ``shared`` what its steps exchange values through; None for one that does not run. gpu_exchange:
+    how those of a plan that only is described would do it between GPUs. context:
     of which positions the cache rows are here, as the caches have it. gpu_kernels: whose kernels a
     CUDA plan has, where there are several.
     """
@@ -62,6 +63,7 @@ class Deployment:
     ranks: Ranks = ALONE
     shared: Any = None
     context: ContextShare = WHOLE
+    gpu_exchange: GpuExchange = "auto"
     gpu_kernels: GpuKernels = "triton"
 
     def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
@@ -84,6 +86,14 @@ class Deployment:
     @property
     def is_cuda(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def signals_peers(self) -> bool:
+        """Whether the ranks of a CUDA plan read each other's memory: then kernels signal and wait,
+        and no step is an exchange."""
+        if self.shared is None:
+            return self.gpu_exchange != "nccl"
+        return bool(self.shared.transport == "symmetric")
 
     @property
     def place(self) -> str:

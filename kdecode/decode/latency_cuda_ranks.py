@@ -74,6 +74,7 @@ class NoExchange:
 
     size: int
     device: str
+    transport: str = "nccl"
 
     def block(self, name: str, num_bytes: int) -> PartBlock:
         part = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

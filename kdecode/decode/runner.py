@@ -356,6 +356,7 @@ def deployment_of(
         arch=device_arch(engine.device),
         ranks=ranks,
         context=WHOLE if ranks.is_alone else context_of(engine, ranks),
+        gpu_exchange=engine.gpu_exchange,
         gpu_kernels=engine.gpu_kernels,
     )
 

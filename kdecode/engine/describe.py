@@ -93,6 +93,7 @@ def describe_launches(
         arch=arch,
         tensors="meta",
         ranks=ranks,
+        gpu_exchange=engine.gpu_exchange,
         gpu_kernels=engine.gpu_kernels,
     )
     packed = outline_model(config, "rows", "mxfp4_rows", ranks)

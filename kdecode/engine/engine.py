@@ -330,6 +330,7 @@ class LLM:
             "weights_differ_from_checkpoint": engine.changes_weights,
             "threads": engine.resolved_threads(),
             "tensor_parallel_size": engine.tensor_parallel_size,
+            "gpu_exchange": self._worker.gpu_exchange,
             "decode_context_parallel_size": engine.decode_context_parallel_size,
             "context_interleave_tokens": engine.context_interleave_tokens,
             "cache": {

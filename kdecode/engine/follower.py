@@ -59,7 +59,7 @@ class Follower:
     def __init__(self, group: Group, directory: Path, engine: EngineConfig) -> None:
         engine = replace(engine, device=group.device_of(engine.device))
         adopt_device(engine.device)
-        group.use_device(engine.device)
+        group.use_device(engine.device, engine.gpu_exchange)
         reader = CheckpointReader(directory, ranks=group.ranks)
         packed = pack_model(reader, trunk_format(engine), device=engine.device, isa=engine.isa)
         # Rows of a draft are on rank 0 alone, but count there, so that both have as many pages.

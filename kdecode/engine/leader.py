@@ -53,6 +53,12 @@ class Leader:
         return self._group.ranks
 
     @property
+    def gpu_exchange(self) -> str | None:
+        """What the ranks' GPUs exchange values through; None without GPUs."""
+        transport = self._group.exchange.transport
+        return None if transport == "gloo" else transport
+
+    @property
     def link(self) -> RankLink:
         return RankLink(
             self._group.ranks, self._group.exchange, self._group.shared, self.around_step
@@ -180,7 +186,7 @@ def start_ranks(directory: Path, config: ModelConfig, engine: EngineConfig) -> L
             ]
         )
     try:
-        group.use_device(group.device_of(engine.device))
+        group.use_device(group.device_of(engine.device), engine.gpu_exchange)
     except BaseException:
         group.close()
         raise

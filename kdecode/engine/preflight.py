@@ -129,9 +129,12 @@ def check_devices(engine: EngineConfig) -> None:
             f"ranks on this host needs a GPU of its own, and torch finds {found}."
         )
     # Here, because a rank that is alone needs nothing of what ranks exchange values through.
-    from kdecode.parallel import nccl
+    from kdecode.parallel import nccl, symmetric
 
+    # Where it is for every rank together to find out, NCCL is what is left.
     reasons = nccl.refuse()
+    if engine.gpu_exchange == "symmetric":
+        reasons = symmetric.refuse(range(here), is_one_host=here == size)
     if reasons:
         raise ConfigError(" ".join(reasons))
 

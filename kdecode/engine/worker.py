@@ -143,6 +143,11 @@ class Worker:
         every = (self.packed, self.draft_target, self.packed_draft)
         return packed_bytes(every) - packed_bytes(self.packed)
 
+    @property
+    def gpu_exchange(self) -> str | None:
+        """How the GPUs of several ranks exchange values; None where there are none."""
+        return None if self.leader is None else self.leader.gpu_exchange
+
     def close(self) -> None:
         """Ends the other ranks, if there are any; no step can run after it."""
         if self.leader is not None:

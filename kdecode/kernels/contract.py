@@ -94,22 +94,29 @@ class Exchange(Protocol):
 class PartBlock:
     """What the ranks of a CUDA plan exchange at a time, on one of them.
 
-    part: uint8, where this rank's steps leave what it gives. run: one launch, behind which the
-    blocks of all ranks can be read on this GPU. sources: int64 [size], where they are then, in the
-    order of the ranks.
+    part: uint8, where this rank's steps leave what it gives. sources: int64 [size], where this GPU
+    can read the blocks of all ranks once they are whole, in the order of the ranks. run: one
+    launch, behind which they are. None where the ranks signal each other: whoever completes a part
+    then tells the others, and whoever reads the sources waits first, by peers, the words of a
+    `common.peer_table.PeerTable`, int64.
     """
 
     part: torch.Tensor
     sources: torch.Tensor
-    run: Callable[[], None]
+    run: Callable[[], None] | None
+    peers: torch.Tensor | None = None
 
 
 class DeviceExchange(Protocol):
     """How the ranks of a CUDA plan give each other their parts. Every rank asks for the same blocks
-    in the same order, and runs the same exchanges."""
+    in the same order, and runs the same exchanges. transport: "nccl", or "symmetric", whose blocks
+    have peers."""
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def transport(self) -> str: ...
 
     def block(self, name: str, num_bytes: int) -> PartBlock:
         """Blocks of one name share their memory: no two of them are used at a time."""

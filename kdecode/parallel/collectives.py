@@ -3,7 +3,8 @@
 Owns how `Exchange`'s functions are made of collectives that only move bytes: sums are added here,
 in the order of the ranks, so that every rank has the same bits, whatever moves them. Values of the
 host go over gloo, whose waits are bounded and end with the name of the rank at fault; those of GPUs
-over NCCL (`nccl.py`). Does not know how the ranks came to be.
+over NCCL (`nccl.py`), or need no collectives at all (`symmetric.py`). Does not know how the ranks
+came to be.
 """
 
 from __future__ import annotations
@@ -78,48 +79,47 @@ def watched(watch: Watch, make: Callable[[], Made]) -> Made:
     return made[0]
 
 
+def wait_for_gpu(device: str, watch: Watch) -> None:
+    """Returns when the GPU has done everything that it was given.
+
+    Raises RankError where the group is broken, also where it broke meanwhile: what the GPU waited
+    for has then been given up.
+    """
+    with torch.cuda.device(device):
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+    while not done.query():
+        watch.check()
+        # The threads that watch need the interpreter.
+        time.sleep(0)
+    watch.check()
+
+
 class GroupExchange(ABC):
-    """See `kernels.contract.Exchange`; how bytes are moved is a subclass's.
+    """See `kernels.contract.Exchange`; how values are moved is a subclass's.
 
     number: exchanges that this rank has begun. patience_s: how long a rank is awaited that is
-    alive; less than the group's own timeout.
+    alive.
     """
 
     transport: str
 
-    def __init__(self, group: Any, ranks: Ranks, watch: Watch, patience_s: float) -> None:
+    def __init__(self, ranks: Ranks, watch: Watch, patience_s: float) -> None:
         self.number = 0
-        self._group: Any = group
         self._ranks = ranks
         self._watch = watch
         self._patience_s = patience_s
 
-    def reduce(self, part: Tensor) -> Tensor:
-        """Of few numbers every rank is given all and adds them, which is one exchange; of many each
-        rank adds one piece and gives its sum to the others, which is two of fewer bytes."""
-        if part.dtype != torch.float32:
-            raise ValueError(f"A part of a sum is {part.dtype}; it must be float32.")
-        size, total = self._ranks.size, part.numel()
-        if part.nbytes * size <= one_hop_bytes(self.transport):
-            return self._added(self._every(part)).view(part.shape)
-        piece = -(-total // size)
-        # Pieces are equal, so that the last may reach beyond the end.
-        pieces = torch.zeros(size, piece, device=part.device)
-        pieces.view(-1)[:total] = part.reshape(-1)
-        whole = self._every(self._added(self.swap(pieces)))
-        return whole.view(-1)[:total].view(part.shape)
+    @abstractmethod
+    def reduce(self, part: Tensor) -> Tensor: ...
 
     def gather(self, part: Tensor) -> Tensor:
         rows, columns = part.shape
         every = self._every(part).view(self._ranks.size, rows, columns)
         return every.transpose(0, 1).reshape(rows, self._ranks.size * columns)
 
-    def swap(self, parts: Tensor) -> Tensor:
-        """Bytes are moved, whatever the numbers are."""
-        parts = parts.contiguous()
-        mine = torch.empty_like(parts)
-        self._exchange("alltoall_base", _bytes_of(mine), _bytes_of(parts), [], [])
-        return mine
+    @abstractmethod
+    def swap(self, parts: Tensor) -> Tensor: ...
 
     @abstractmethod
     def close(self) -> None:
@@ -129,16 +129,53 @@ class GroupExchange(ABC):
     def abandon(self) -> None:
         """Gives up connections whose exchanges may never end."""
 
+    @abstractmethod
+    def _every(self, part: Tensor) -> Tensor:
+        """[size, numbers]: of each rank its part."""
+
+    def _is_one_hop(self, part: Tensor) -> bool:
+        """Whether every rank is given all parts of a sum and adds them, which is one exchange of
+        more bytes; else each adds one piece and gives its sum to the others, which is two. Raises
+        ValueError for parts that are none."""
+        if part.dtype != torch.float32:
+            raise ValueError(f"A part of a sum is {part.dtype}; it must be float32.")
+        return part.nbytes * self._ranks.size <= one_hop_bytes(self.transport)
+
+
+class CollectiveExchange(GroupExchange):
+    """Through the collectives of one of torch's groups, which only move bytes.
+
+    patience_s: less than the group's own timeout.
+    """
+
+    def __init__(self, group: Any, ranks: Ranks, watch: Watch, patience_s: float) -> None:
+        super().__init__(ranks, watch, patience_s)
+        self._group: Any = group
+
+    def reduce(self, part: Tensor) -> Tensor:
+        if self._is_one_hop(part):
+            return self._added(self._every(part)).view(part.shape)
+        size, total = self._ranks.size, part.numel()
+        piece = -(-total // size)
+        # Pieces are equal, so that the last may reach beyond the end.
+        pieces = torch.zeros(size, piece, device=part.device)
+        pieces.view(-1)[:total] = part.reshape(-1)
+        whole = self._every(self._added(self.swap(pieces)))
+        return whole.view(-1)[:total].view(part.shape)
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """Bytes are moved, whatever the numbers are."""
+        parts = parts.contiguous()
+        mine = torch.empty_like(parts)
+        self._exchange("alltoall_base", _bytes_of(mine), _bytes_of(parts), [], [])
+        return mine
+
     def _added(self, parts: Tensor) -> Tensor:
         """[size, numbers] fp32, added in the order of the ranks, rounded once: bf16 [numbers]."""
         total = parts[0]
         for part in parts[1:]:
             total = total + part
         return total.to(torch.bfloat16)
-
-    @abstractmethod
-    def _every(self, part: Tensor) -> Tensor:
-        """[size, numbers]: of each rank its part."""
 
     @abstractmethod
     def _wait(self, work: Any) -> None:
@@ -161,7 +198,7 @@ class GroupExchange(ABC):
             raise self._watch.blame(error) from error
 
 
-class GlooExchange(GroupExchange):
+class GlooExchange(CollectiveExchange):
     """Of tensors on the host."""
 
     transport = "gloo"

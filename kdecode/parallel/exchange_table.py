@@ -8,10 +8,11 @@ the ranks and give the same bits, so that the table decides nothing but the time
 from __future__ import annotations
 
 # By what moves the bytes: how many a rank may be given in one hop, its own among them. gloo's is
-# from loopback, where bytes cost more than a hop above it. NCCL's was measured nowhere yet: it is
-# what a GPU receives over NVLink in about two launches of a collective, and has a decode step of
-# Kimi K3 (28 KB a part and row) in one hop up to two rows of 16 ranks.
-_ONE_HOP_BYTES = {"gloo": 2 << 20, "nccl": 1 << 20}
+# from loopback, where bytes cost more than a hop above it. Those of GPUs were measured nowhere yet:
+# they are what one receives over NVLink in about two launches of a collective of NCCL, or in one
+# launch and wait more through symmetric memory. So a decode step of Kimi K3 (28 KB a part and row)
+# has its sums in one hop up to two rows of 16 ranks, or four.
+_ONE_HOP_BYTES = {"gloo": 2 << 20, "nccl": 1 << 20, "symmetric": 2 << 20}
 
 
 def one_hop_bytes(transport: str) -> int:

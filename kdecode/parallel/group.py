@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.distributed_c10d import Store
 
-from kdecode.config import ConfigError
+from kdecode.config import ConfigError, GpuExchange
 from kdecode.parallel.channel import ChannelClosedError, Receiver, Sender
 from kdecode.parallel.collectives import GlooExchange, GroupExchange
 from kdecode.parallel.monitor import PATIENCE, Monitor
@@ -21,6 +22,7 @@ from kdecode.parallel.ranks import RankError, Ranks
 
 if TYPE_CHECKING:
     from kdecode.parallel.nccl import NcclExchange
+    from kdecode.parallel.symmetric import SymmetricExchange
 
 # How long followers of a whole group may take to carry out what was sent before the end.
 _LAST_OPERATIONS_S = 5.0
@@ -58,7 +60,7 @@ class Group:
         self._channel = channel
         self._store = store
         self._local_index = local_index
-        self._on_device: NcclExchange | None = None
+        self._on_device: NcclExchange | SymmetricExchange | None = None
         self._end_followers = end_followers
         self._closing = threading.Lock()
         self._is_closed = False
@@ -121,24 +123,51 @@ class Group:
             )
         return f"cuda:{self._local_index}"
 
-    def use_device(self, device: str) -> None:
+    def use_device(self, device: str, wanted: GpuExchange = "auto") -> None:
         """From here on the values of the standard forward are on this rank's own device.
 
-        Every rank calls it before it exchanges any. Raises RankError.
+        Every rank calls it before it exchanges any, and wants the same: "auto" is symmetric memory
+        where every rank has it, else NCCL. Raises RankError, and ConfigError where there is not
+        what is wanted.
         """
         if device == "cpu":
             return
-        from kdecode.parallel import nccl
+        monitor, patience_s = self._monitor, PATIENCE * self._monitor.timeout_s
+        given = (self._store, self.ranks, device, monitor, patience_s)
+        if wanted != "nccl" and self._shares_memory(device, wanted):
+            from kdecode.parallel import symmetric
 
-        control, monitor = self.control, self._monitor
-        exchange = nccl.exchange_between(
-            self._store, self.ranks, device, monitor, PATIENCE * monitor.timeout_s
-        )
-        self.exchange = self._on_device = exchange
-        self.shared = nccl.NcclBlocks(exchange, self.ranks, device)
+            shared = symmetric.exchange_between(*given)
+            self._on_device, self.shared = shared, shared.blocks
+        else:
+            from kdecode.parallel import nccl
+
+            connected = nccl.exchange_between(*given)
+            self._on_device = connected
+            self.shared = nccl.NcclBlocks(connected, self.ranks, device)
+        control, exchange = self.control, self._on_device
+        self.exchange = exchange
         monitor.progress = lambda: control.number + exchange.number
         # Kernels of a broken group would wait for ever, and the host for them.
         monitor.on_failure(lambda error: exchange.abandon())
+
+    def _shares_memory(self, device: str, wanted: GpuExchange) -> bool:
+        """Whether every rank can read every other's memory, which all of them find out together.
+
+        Raises ConfigError where that is wanted and cannot be.
+        """
+        from kdecode.parallel import symmetric
+
+        own = torch.tensor([[torch.device(device).index or 0]])
+        devices = self.control.gather(own).view(-1).tolist()
+        reasons = symmetric.refuse(devices, is_one_host=self.num_hosts == 1)
+        refusals = self.control.gather(torch.tensor([[len(reasons)]])).view(-1)
+        if wanted == "symmetric" and reasons:
+            raise ConfigError(" ".join(reasons))
+        if wanted == "symmetric" and refusals.any():
+            rank = int(refusals.nonzero()[0])
+            raise ConfigError(f"gpu_exchange is 'symmetric', and rank {rank} has no such memory.")
+        return not refusals.any()
 
     def begin(self) -> None:
         """A step begins, which `settle` ends."""

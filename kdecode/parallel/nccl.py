@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 
 from kdecode.config import nccl_without_watchdog
 from kdecode.kernels.contract import PartBlock
-from kdecode.parallel.collectives import GroupExchange, Watch, watched
+from kdecode.parallel.collectives import CollectiveExchange, Watch, wait_for_gpu, watched
 from kdecode.parallel.ranks import Ranks
 
 # How often it is looked whether a step goes on, at most and as a part of the bound.
@@ -70,7 +70,7 @@ def exchange_between(
     return watched(watch, make)
 
 
-class NcclExchange(GroupExchange):
+class NcclExchange(CollectiveExchange):
     """Of tensors on this rank's GPU; one is there when the work that was launched before it is.
 
     A step is what is between `begin` and `settle`: in it no more than patience_s may pass from one
@@ -101,15 +101,8 @@ class NcclExchange(GroupExchange):
         Raises RankError where another rank keeps it from that, or did until the connections were
         given up.
         """
-        with torch.cuda.device(self._device):
-            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        while not done.query():
-            self._watch.check()
-            # The threads that watch need the interpreter.
-            time.sleep(0)
+        wait_for_gpu(self._device, self._watch)
         self._launched_at = None
-        self._watch.check()
 
     def close(self) -> None:
         # Not its orderly end, which waits for every other rank to do the same.
@@ -174,6 +167,8 @@ class NcclExchange(GroupExchange):
 
 class NcclBlocks:
     """`kernels.contract.DeviceExchange`: every block is gathered into this GPU's memory."""
+
+    transport = "nccl"
 
     def __init__(self, exchange: NcclExchange, ranks: Ranks, device: str) -> None:
         self.size = ranks.size

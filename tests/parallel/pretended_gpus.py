@@ -1,4 +1,5 @@
-"""Ranks with a pretended GPU each (`pretend_device.py`), and NCCL with gloo underneath.
+"""Ranks with a pretended GPU each (`pretend_device.py`): NCCL with gloo underneath, or memory that
+all of them have mapped, with kernels in Triton's interpreter.
 
 What is on the pretended device lies on the CPU under the label "cuda:0", whichever GPU was asked
 for. Imported by other processes by name, and by nothing that pytest rewrites.
@@ -7,24 +8,31 @@ for. Imported by other processes by name, and by nothing that pytest rewrites.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import rank_follow
 import torch
 from engine_faults import Fault, arm
 from pretend_device import PretendTensor, pretend_cuda
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
+from triton_interpreter import round_in_the_interpreter
 
 from kdecode.config import EngineConfig
 from kdecode.engine.follower import follow
-from kdecode.parallel import collectives, nccl
+from kdecode.kernels.common.triton_launch import Launch
+from kdecode.parallel import collectives, nccl, symmetric
 from kdecode.parallel.collectives import Watch
 from kdecode.parallel.group import Group
 from kdecode.parallel.ranks import Ranks
+from kdecode.parallel.symmetric import SharedMemory
 
 _LOOK_S = 0.001
 
@@ -111,11 +119,93 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
 )
 
 
+class PretendedMemory:
+    """Memory of the host that the processes of all ranks have mapped, in the place of symmetric
+    memory. It is one rank's, and on the pretended device if ``device`` is."""
+
+    def __init__(self, store: Store, ranks: Ranks, device: str) -> None:
+        self._store, self._ranks = store, ranks
+        self._is_pretended = device != "cpu"
+        self._number = 0
+
+    def take(self, num_bytes: int) -> SharedMemory:
+        number, self._number = self._number, self._number + 1
+        file = os.memfd_create("kdecode-pretended", os.MFD_CLOEXEC)
+        os.ftruncate(file, num_bytes)
+        self._store.set(f"{number}/{self._ranks.rank}", f"/proc/{os.getpid()}/fd/{file}")
+        every = []
+        for rank in range(self._ranks.size):
+            path = self._store.get(f"{number}/{rank}").decode()
+            with open(path, "r+b", buffering=0) as opened:
+                memory = mmap.mmap(opened.fileno(), num_bytes)
+            every.append(torch.frombuffer(memory, dtype=torch.uint8))
+        own = every[self._ranks.rank]
+        # Open for as long as others may look for it.
+        alive = (every, file)
+        addresses = [data.data_ptr() for data in every]
+        return SharedMemory(PretendTensor(own) if self._is_pretended else own, addresses, alive)
+
+
+def _run_on_the_host(launch: Launch) -> None:
+    """In Triton's interpreter, with the data of tensors of the pretended device."""
+    arguments = {name: _inner(value) for name, value in launch.arguments.items()}
+    run_launch(replace(launch, arguments=arguments))
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, PretendTensor) else value
+
+
+def _abandon(exchange: symmetric.SymmetricExchange) -> None:
+    """Also in a thread that has no pretended device."""
+    with pretend_cuda():
+        abandon(exchange)
+
+
+run_launch, abandon = Launch.run, symmetric.SymmetricExchange.abandon
+
+# What a process with a pretended GPU has beside them, whose memory all ranks share.
+SYMMETRIC_PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    (symmetric, "TorchMemory", PretendedMemory),
+    (symmetric, "refuse", lambda devices, is_one_host: []),
+    (symmetric, "watched", _made_here),
+    # Small enough for several turns, and for two hops, of few numbers.
+    (symmetric, "_ROOM_BYTES", 1 << 15),
+    (collectives, "one_hop_bytes", lambda transport: 1 << 16),
+    (symmetric.SymmetricExchange, "abandon", _abandon),
+    (torch.cuda, "Stream", lambda: None),
+    (torch.cuda, "stream", nullcontext),
+    (Launch, "run", _run_on_the_host),
+)
+
+
 def follow_on_gpu(fault: Fault | None, group: Group, directory: Path, engine: EngineConfig) -> None:
     """A follower with a pretended GPU, and with a fault if there is one for it."""
-    for patch in PATCHES:
-        setattr(*patch)
+    become_gpu(is_symmetric=engine.gpu_exchange == "symmetric")
     if fault is not None and fault.rank == group.ranks.rank:
         arm(fault)
     with pretend_cuda():
         follow(group, directory, engine)
+
+
+def become_gpu(*, is_symmetric: bool) -> None:
+    """This process, which has no other life, has a pretended GPU from now on."""
+    for patch in (*PATCHES, *(SYMMETRIC_PATCHES if is_symmetric else ())):
+        setattr(*patch)
+    if is_symmetric:
+        round_in_the_interpreter()
+
+
+def follow_symmetric(group: Group) -> None:
+    """A follower of `rank_follow` whose GPU reads the memory of the others."""
+    become_gpu(is_symmetric=True)
+    with pretend_cuda():
+        rank_follow.follow(group)
+
+
+def follow_without_memory(group: Group) -> None:
+    """The same, where this rank cannot."""
+    become_gpu(is_symmetric=True)
+    symmetric.refuse = lambda devices, is_one_host: ["This rank has none."]
+    with pretend_cuda():
+        rank_follow.follow(group)

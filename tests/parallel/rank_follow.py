@@ -32,12 +32,10 @@ def carry_out(group: Group, name: str, *args: Any) -> torch.Tensor | None:
         # Rows that do not lie behind one another.
         return group.exchange.gather(columns_of(group.ranks.rank, *args).T.contiguous().T)
     if name == "use the GPU":
-        group.use_device(group.device_of("cuda"))
+        group.use_device(group.device_of("cuda"), *args)
         return None
-    if name == "reduce on the GPU":
-        found = group.exchange.reduce(part_of(group.ranks.rank, *args).to(group.device_of("cuda")))
-        group.settle()
-        return found.cpu()
+    if name.endswith(" on the GPU"):
+        return _carry_out_on_gpu(group, name.removesuffix(" on the GPU"), *args)
     if name == "swap":
         return group.exchange.swap(pieces_of(group.ranks.rank, group.ranks.size))
     if name == "fault":
@@ -63,6 +61,40 @@ def carry_out(group: Group, name: str, *args: Any) -> torch.Tensor | None:
     else:
         raise ValueError(f"There is no operation {name!r}.")
     return None
+
+
+def _carry_out_on_gpu(group: Group, name: str, *args: Any) -> torch.Tensor | None:
+    """Values of this rank's GPU; what is returned is on the host."""
+    rank, device, exchange = group.ranks.rank, group.device_of("cuda"), group.exchange
+    if name == "reduce":
+        found = exchange.reduce(part_of(rank, *args).to(device))
+    elif name == "gather":
+        # Rows that do not lie behind one another.
+        found = exchange.gather(columns_of(rank, *args).to(device).T.contiguous().T)
+    elif name == "swap":
+        pieces = pieces_of(rank, group.ranks.size).repeat(1, *args, 1)
+        found = exchange.swap(pieces.to(device))
+    elif name == "fault while all exchange":
+        faulty, fault = args
+        part = part_of(rank, 1, 64).to(device)
+        for number in range(1_000_000):
+            if rank == faulty and number == 5:
+                commit(fault)
+            group.begin()
+            exchange.reduce(part)
+            group.settle()
+        return None
+    elif name == "all but one exchange":
+        group.begin()
+        if rank == args[0]:
+            return None
+        exchange.reduce(part_of(rank, 1, 64).to(device))
+        group.settle()
+        return None
+    else:
+        raise ValueError(f"There is no operation {name!r} on a GPU.")
+    group.settle()
+    return found.cpu()
 
 
 def _exchange_in_memory(group: Group, rank: int, fault: str) -> None:

@@ -29,7 +29,7 @@ from kdecode.engine.engine import LLM
 from kdecode.engine.hardware import hardware
 from kdecode.engine.preflight import check_devices
 from kdecode.parallel import nccl
-from kdecode.parallel.collectives import GroupExchange
+from kdecode.parallel.collectives import CollectiveExchange
 from kdecode.parallel.nccl import NcclBlocks, NcclExchange
 from kdecode.parallel.ranks import RankError, Ranks
 from kdecode.testing.ranks import run_ranks
@@ -270,7 +270,7 @@ def test_parts_are_added_in_one_launch_where_triton_is() -> None:
     for shape in ((3, 1500), (3, 0)):
         parts = torch.stack([rank_follow.part_of(rank, 1, shape[1])[0] for rank in range(3)])
         found = exchange._added(parts.to(DEVICE))
-        assert torch.equal(found.cpu(), GroupExchange._added(exchange, parts))
+        assert torch.equal(found.cpu(), CollectiveExchange._added(exchange, parts))
     exchange.close()
 
 

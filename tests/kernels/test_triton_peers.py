@@ -1,0 +1,162 @@
+"""Signals between ranks, on one device and one rank after the other: what is waited for, how long,
+and what is taken. Without a GPU the kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from peers_here import blocks_here
+from torch import Tensor
+from triton_cases import DEVICE
+
+from kdecode.kernels.common.peer_table import GIVEN_UP, LATE
+from kdecode.kernels.common.triton_peer_exchange import (
+    give_launch,
+    hand_on_launch,
+    sum_launch,
+    take_launch,
+)
+
+WORDS = 5000
+
+
+class Ranks:
+    """Ranks that exchange so many fp32 numbers in blocks of one name."""
+
+    def __init__(self, size: int, name: str = "attn") -> None:
+        self.size = size
+        self.every = blocks_here(size, DEVICE)
+        self.blocks = [each.block(name, 4 * WORDS) for each in self.every]
+        self.counters = [torch.zeros(1, dtype=torch.int32, device=DEVICE) for _ in range(size)]
+
+    def give(self, rank: int, numbers: Tensor) -> None:
+        give_launch(numbers.to(DEVICE), self.blocks[rank], self.counters[rank]).run()
+
+    def take(self, rank: int) -> Tensor:
+        """[size, words]."""
+        out = torch.full((self.size, WORDS), float("nan"), device=DEVICE)
+        take_launch(self.blocks[rank], 0, WORDS, out.view(-1), 0, WORDS).run()
+        return out.cpu()
+
+    def late(self, rank: int) -> tuple[int, str] | None:
+        return self.every[rank].late(self.every[rank].fault.tolist())
+
+
+def part_of(rank: int, turn: int = 0) -> Tensor:
+    """Numbers whose sum depends on the order of addition."""
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    part = torch.randn(WORDS, generator=generator)
+    return part * 10.0 ** torch.randint(-4, 5, (WORDS,), generator=generator)
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_takes_what_all_have_given(size: int) -> None:
+    """Turn after turn in the same memory."""
+    ranks = Ranks(size)
+    for turn in range(3):
+        parts = [part_of(rank, turn) for rank in range(size)]
+        for rank in range(size):
+            ranks.give(rank, parts[rank])
+        for rank in range(size):
+            assert torch.equal(ranks.take(rank), torch.stack(parts))
+            assert ranks.late(rank) is None
+        assert [int(counter) for counter in ranks.counters] == [0] * size
+
+
+def test_sums_have_the_order_of_the_ranks_and_are_handed_on() -> None:
+    size, each = 3, -(-WORDS // 3)
+    ranks, others = Ranks(size), []
+    parts = [part_of(rank) for rank in range(size)]
+    for rank in range(size):
+        ranks.give(rank, parts[rank])
+        others.append(ranks.every[rank].block("others", 2 * each))
+    for rank in range(size):
+        out = torch.empty(WORDS, dtype=torch.bfloat16, device=DEVICE)
+        sum_launch(ranks.blocks[rank], 0, out).run()
+        assert torch.equal(out.cpu(), added(parts))
+        hand_on_launch(
+            ranks.blocks[rank], rank * each, each, others[rank], ranks.counters[rank]
+        ).run()
+    for rank in range(size):
+        # The last piece reaches beyond the end.
+        out = torch.empty(WORDS, dtype=torch.bfloat16, device=DEVICE)
+        take_launch(others[rank], 0, each, out, 0, each).run()
+        assert torch.equal(out.cpu(), added(parts))
+
+
+def test_a_wait_in_vain_ends_and_says_for_whom_and_for_what() -> None:
+    ranks = Ranks(3, "attn")
+    ranks.give(0, part_of(0))
+    ranks.give(2, part_of(2))
+    ranks.take(0)
+    assert ranks.late(0) == (1, "attn")
+    # Whoever waits later does not wait, and says nothing of ranks that it has not waited for.
+    more = [each.block("experts", 4 * WORDS) for each in ranks.every]
+    give_launch(part_of(0).to(DEVICE), more[0], ranks.counters[0]).run()
+    out = torch.empty(3 * WORDS, device=DEVICE)
+    take_launch(more[0], 0, WORDS, out, 0, WORDS).run()
+    assert ranks.every[0].fault[LATE:].tolist() == [0, 1, 0]
+    assert ranks.late(1) is None
+
+
+def test_what_was_given_before_is_not_taken_for_what_is_given_now() -> None:
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.give(rank, part_of(rank))
+    for rank in range(2):
+        ranks.take(rank)
+        assert ranks.late(rank) is None
+    ranks.give(0, part_of(0, 1))
+    ranks.take(0)
+    assert ranks.late(0) == (1, "attn")
+
+
+def test_waits_that_are_given_up_name_nobody() -> None:
+    ranks = Ranks(2)
+    ranks.every[0].fault[GIVEN_UP] = 1
+    ranks.give(0, part_of(0))
+    ranks.take(0)
+    assert ranks.late(0) is None
+
+
+@pytest.mark.parametrize("last", [2**31 - 1, -1])
+def test_counts_wrap(last: int) -> None:
+    """Around the largest number, and through 0, with which the memory begins."""
+    ranks = Ranks(2)
+    for blocks in ranks.every:
+        made: Any = blocks._made["attn"][1]
+        shared, epoch = made
+        epoch.fill_(last)
+        shared.own[:8].view(torch.int32).fill_(last)
+    parts = torch.stack([part_of(rank) for rank in range(2)])
+    for rank in range(2):
+        ranks.give(rank, parts[rank])
+    for rank in range(2):
+        assert torch.equal(ranks.take(rank), parts)
+        assert ranks.late(rank) is None
+    # The next one, which one rank does not come to.
+    ranks.give(0, part_of(0, 1))
+    ranks.take(0)
+    assert ranks.late(0) == (1, "attn")
+
+
+def test_blocks_of_one_name_share_their_memory() -> None:
+    """The largest one's; a larger one is made anew, with flags of its own."""
+    blocks, _ = blocks_here(2, DEVICE)
+    large = blocks.block("attn", 1024)
+    small = blocks.block("attn", 256)
+    assert small.part.data_ptr() == large.part.data_ptr()
+    assert small.part.numel() == 256
+    assert large.peers is not None
+    assert small.peers is large.peers
+    assert blocks.block("attn", 2048).part.data_ptr() != large.part.data_ptr()
