@@ -170,8 +170,8 @@ SYMMETRIC_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (symmetric, "refuse", lambda devices, is_one_host: []),
     (symmetric, "watched", _made_here),
     # Small enough for several turns, and for two hops, of few numbers.
-    (symmetric, "_ROOM_BYTES", 1 << 15),
-    (collectives, "one_hop_bytes", lambda transport: 1 << 16),
+    (symmetric, "_ROOM_BYTES", 1 << 16),
+    (collectives, "one_hop_bytes", lambda transport: 1 << 17),
     (symmetric.SymmetricExchange, "abandon", _abandon),
     (torch.cuda, "Stream", lambda: None),
     (torch.cuda, "stream", nullcontext),

@@ -25,7 +25,7 @@ from pretended_gpus import (
     follow_symmetric,
     follow_without_memory,
 )
-from ranked_engines import MAX_DISTANCE, PROMPTS, Single, build, distance, greedy
+from ranked_engines import MAX_DISTANCE, build, distance, greedy
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -39,6 +39,7 @@ from kdecode.parallel.symmetric import CountedFromZero
 
 pytestmark = pytest.mark.interpreter
 LIMIT_S = 10.0
+PROMPT, TEXT = (11, 29, 3, 47, 5), (31, 8)
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_ranks_exchange_what_they_exchange_over_gloo(gpu: None, size: int) -> No
     that divide among the ranks, and such that do not."""
     with ranks(size) as group:
         assert group.exchange.transport == "symmetric"
-        for shape in ((1, 1), (3, 5), (2, 3001), (5, 3001), (0, 8)):
+        for shape in ((1, 1), (3, 5), (2, 3001), (6, 3001), (0, 8)):
             found = carried_out(group, "reduce on the GPU", *shape)
             expected = rank_follow.part_of(0, *shape)
             for rank in range(1, size):
@@ -84,12 +85,12 @@ def test_ranks_exchange_what_they_exchange_over_gloo(gpu: None, size: int) -> No
             assert found is not None
             assert torch.equal(found, expected.to(torch.bfloat16)), shape
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-            for rows in (5, 4000):
+            for rows in (5, 6000):
                 found = carried_out(group, "gather on the GPU", dtype, rows)
                 columns = [rank_follow.columns_of(rank, dtype, rows) for rank in range(size)]
                 assert found is not None
                 assert torch.equal(found, torch.cat(columns, dim=1)), (dtype, rows)
-        for rows in (1, 1000):
+        for rows in (1, 1500):
             found = carried_out(group, "swap on the GPU", rows)
             given = [rank_follow.pieces_of(rank, size)[0] for rank in range(size)]
             assert found is not None
@@ -137,9 +138,9 @@ def test_nccl_is_taken_where_a_rank_cannot_read_the_memory_of_others(
 
 
 @pytest.fixture
-def single(mini_16_checkpoint: Path) -> Single:
-    """Of the CPU: asked for before the GPU."""
-    return Single.of(mini_16_checkpoint, "auto")
+def gold(mini_16_checkpoint: Path) -> torch.Tensor:
+    """One rank's logits behind PROMPT and TEXT, on the CPU: asked for before the GPU."""
+    return build(mini_16_checkpoint, "auto").teacher_forced(PROMPT, TEXT)
 
 
 def _engine(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, fault: Fault | None = None) -> LLM:
@@ -149,15 +150,15 @@ def _engine(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, fault: Fault | No
 
 
 def test_an_engine_that_shares_memory_says_what_one_rank_says(
-    single: Single, gpu: None, monkeypatch: pytest.MonkeyPatch, mini_16_checkpoint: Path
+    gold: torch.Tensor, gpu: None, monkeypatch: pytest.MonkeyPatch, mini_16_checkpoint: Path
 ) -> None:
     with _engine(monkeypatch, mini_16_checkpoint) as llm:
         assert llm.resolved_config()["gpu_exchange"] == "symmetric"
-        (output,) = llm.generate(PROMPTS[:1], greedy(3))
-        logits = llm.teacher_forced(PROMPTS[0], single.replies[0])
+        (output,) = llm.generate([PROMPT], greedy(2))
+        logits = llm.teacher_forced(PROMPT, TEXT)
     assert output.error is None
-    assert len(output.token_ids) == 3
-    assert distance(logits.cpu(), single.logits[0]) < MAX_DISTANCE
+    assert len(output.token_ids) == 2
+    assert distance(logits.cpu(), gold) < MAX_DISTANCE
 
 
 def test_a_rank_that_is_lost_in_a_step_is_named(
@@ -166,7 +167,7 @@ def test_a_rank_that_is_lost_in_a_step_is_named(
     stamp = tmp_path / "stamp"
     fault = Fault(1, "kill", "decode", str(stamp))
     with _engine(monkeypatch, mini_16_checkpoint, fault) as llm:
-        outputs = llm.generate(PROMPTS[:2], greedy())
+        outputs = llm.generate([PROMPT, TEXT], greedy(4))
         assert time.monotonic() - float(stamp.read_text()) < LIMIT_S
     for output in outputs:
         assert output.error is not None
