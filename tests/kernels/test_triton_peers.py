@@ -3,7 +3,12 @@ and what is taken. Without a GPU the kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from peers_here import blocks_here
 from torch import Tensor
 from triton_cases import DEVICE
 
+from kdecode.config import environment
 from kdecode.kernels.common.peer_table import GIVEN_UP, LATE
 from kdecode.kernels.common.triton_peer_exchange import (
     give_launch,
@@ -160,3 +166,18 @@ def test_blocks_of_one_name_share_their_memory() -> None:
     assert large.peers is not None
     assert small.peers is large.peers
     assert blocks.block("attn", 2048).part.data_ptr() != large.part.data_ptr()
+
+
+def test_the_exchanges_of_the_standard_forward_compile_for_every_architecture() -> None:
+    """And spill nothing."""
+    script = Path(__file__).with_name("compiled_peers.py")
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    folder = environment().cache_dir / "compiled"
+    command = [sys.executable, str(script), str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, env=compiling)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert set(found) == {"sm_90", "sm_100", "sm_103"}
+    for kernels in found.values():
+        assert len(kernels) == 2 * 5
+        assert {kernel["stack_bytes"] for kernel in kernels} == {0}
