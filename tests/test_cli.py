@@ -307,7 +307,7 @@ def test_plan_with_a_draft(
     args = ("plan", mini_checkpoint, "--decode-backend", "latency_specialized", *ENGINE)
     for kind, last in (
         ("inferact", "committed tokens: draft_context and draft_insert of 2 layers in one native"),
-        ("radixark", "the draft runs in torch: The native draft plan has latent attention; this"),
+        ("radixark", "the draft runs in torch: A draft's plan has latent attention; this"),
     ):
         make_draft(tmp_path / kind, "mini", kind, seed=0)
         text = json.dumps({"model": str(tmp_path / kind), "num_speculative_tokens": 7})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from kdecode.config import EngineConfig, ModelConfig, environment
 if TYPE_CHECKING:
     from kdecode.decode.launches import LaunchGroup, LaunchLine
     from kdecode.decode.plan import DecodePlan
+    from kdecode.engine.describe_draft import DraftLaunches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +44,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError("--arch is for the kernels of latency_specialized; auto has no plan.")
     if args.num_context_ranks > 1:
         raise InputError("--arch has no plan of ranks that share positions.")
-    if args.speculative_config is not None:
-        raise InputError("--arch has no plan of a draft; give --drafts for the verify step.")
 
 
 def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, Any], str]:
@@ -58,14 +58,7 @@ def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[d
     each = 1 + (args.drafts or 0)
     share, ranks = share_of(model, size), Ranks(0, size)
     plan = describe_launches(share, config, args.arch, args.rows * each, each, ranks)
-    if args.compile:
-        folder, processes = environment().cache_dir / "compiled", config.resolved_threads()
-        try:
-            lines = compile_lines(plan, args.arch, folder, processes)
-        except (RuntimeError, ValueError) as error:
-            raise InputError(f"the plan cannot be compiled: {error}") from error
-    else:
-        lines = launch_lines(plan)
+    lines = _compiled(args, config, plan, compile_lines) if args.compile else launch_lines(plan)
     document = {
         "backend": plan.backend,
         "arch": args.arch,
@@ -74,7 +67,80 @@ def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[d
         "rows_per_request": each,
         "launches": [dataclasses.asdict(line) for line in lines],
     }
-    return document, text_of(plan, lines, args.arch, size)
+    text = text_of(plan, lines, args.arch, size)
+    if config.speculative is not None:
+        document["draft"], of_draft = _draft(model, args, config)
+        text += f"\n\n{of_draft}"
+    return document, text
+
+
+def _compiled(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    launched: Any,
+    compiler: Callable[..., list[LaunchLine]],
+) -> list[LaunchLine]:
+    """Raises InputError for what cannot be compiled."""
+    folder, processes = environment().cache_dir / "compiled", config.resolved_threads()
+    try:
+        return compiler(launched, args.arch, folder, processes)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"the plan cannot be compiled: {error}") from error
+
+
+def _draft(
+    target: ModelConfig, args: argparse.Namespace, config: EngineConfig
+) -> tuple[dict[str, Any], str]:
+    """The same of the draft: its block and its committed tokens, or why it has no plans."""
+    from kdecode.decode.latency_specialized import BackendRefusedError
+    from kdecode.decode.launches import compile_lines, compile_steps, launch_lines, step_lines
+    from kdecode.engine.describe_draft import describe_draft_launches
+    from kdecode.engine.speculation import draft_config
+
+    speculative = config.speculative
+    assert speculative is not None
+    draft = draft_config(config, target)
+    assert draft is not None
+    count = speculative.num_speculative_tokens
+    try:
+        found = describe_draft_launches(target, config, draft, args.arch, args.rows, count)
+    except BackendRefusedError as error:
+        return {"refusals": [*error.reasons]}, f"the draft runs in torch: {' '.join(error.reasons)}"
+    except ValueError as error:
+        raise InputError(f"the draft has no plan of {args.rows} requests: {error}") from error
+    if args.compile:
+        block = _compiled(args, config, found.block, compile_lines)
+        context = _compiled(args, config, found.context, compile_steps)
+    else:
+        block, context = launch_lines(found.block), step_lines(found.context)
+    document = {
+        "rows": found.block.rows,
+        "rows_per_request": count,
+        "launches": [dataclasses.asdict(line) for line in block],
+        "context_rows": found.context_rows,
+        "context_launches": [dataclasses.asdict(line) for line in context],
+        "refusals": [],
+    }
+    return document, draft_text_of(found, block, context, args.arch)
+
+
+def draft_text_of(
+    found: DraftLaunches, block: list[LaunchLine], context: list[LaunchLine], arch: str
+) -> str:
+    """The launches of a draft's block, and of what caches committed tokens."""
+    from kdecode.decode.launches import group_lines, launch_rows
+
+    groups = group_lines(found.block.config, context)
+    weights = sum(step.weight_bytes or 0 for step in found.context)
+    return "\n".join(
+        [
+            f"the draft: {text_of(found.block, block, arch, 1)}",
+            "",
+            f"the draft's committed tokens, {counted(found.context_rows, 'row')}",
+            table(launch_rows(groups)),
+            f"{len(context):,} launches, {mebibytes(weights)} of weights",
+        ]
+    )
 
 
 def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> str:

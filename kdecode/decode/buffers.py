@@ -29,10 +29,32 @@ def input_buffers(rows: int, max_pages: int) -> tuple[Buffer, ...]:
 
 def rotation_buffers(rows: int, rope_dim: int) -> tuple[Buffer, ...]:
     """More metadata where attention is rotated: what each row sees, and how it turns."""
-    return (
-        Buffer("row_context", (rows,), INT32, "input"),
-        Buffer("row_rotation", (rows, rope_dim), FP32, "input"),
+    return Buffer("row_context", (rows,), INT32, "input"), _turn(rows, rope_dim)
+
+
+def turn_buffers(
+    config: ModelConfig, rows: int, rotation_scale: float | None
+) -> tuple[Buffer, ...]:
+    """Of a CUDA plan how each row turns; nothing where none does."""
+    return () if rotation_scale is None else (_turn(rows, config.mla.rope_dim),)
+
+
+def _turn(rows: int, rope_dim: int) -> Buffer:
+    """The cosines, then the sines, of each row's pairs of rotated channels."""
+    return Buffer("row_rotation", (rows, rope_dim), FP32, "input")
+
+
+def draft_buffers(
+    vocab: int, requests: int, drafts: int, *, has_confidence: bool
+) -> tuple[Buffer, ...]:
+    """More of a CUDA plan of a draft's block. draft_tokens: the anchors, then a line a draft."""
+    buffers = (
+        Buffer("draft_tokens", (drafts + 1, requests), INT32, "input"),
+        Buffer("draft_logits", (requests, vocab), FP32),
     )
+    if not has_confidence:
+        return buffers
+    return *buffers, Buffer("draft_confidence", (requests * drafts,), FP32)
 
 
 def value_buffers(config: ModelConfig, rows: int | str, ranks: Ranks = ALONE) -> tuple[Buffer, ...]:

@@ -1,6 +1,7 @@
 """A draft's forward on the native kernels: what `latency_specialized` is to the target.
 
-A round is one native call over the block (the draft's stack is a small latent-attention model with
+The one entrance to the plans of drafts, whatever the device: `draft_cuda` has those of a GPU. Here
+a round is one native call over the block (the draft's stack is a small latent-attention model with
 rotation, so it is a plan of the target's own ops) and one for each draft's Markov product, because
 that needs the token before it. Committed tokens are cached by another program, in passes of
 prepared numbers of rows. Owns these programs and their inputs. The maths and the rounding points
@@ -15,65 +16,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kdecode.cache.caches import Caches
-from kdecode.cache.mirror import tell_nobody
-from kdecode.cache.open_rows import OpenRows
 from kdecode.config_draft import DraftConfig
-from kdecode.decode import latency_specialized
+from kdecode.decode import draft_cuda, latency_specialized
 from kdecode.decode.draft_standard import Choose, ContextRows, DraftBlock, DraftRequest
+from kdecode.decode.draft_use import (
+    CONTEXT_ROWS,
+    Row,
+    RowWriter,
+    check_tokens,
+    context_passes,
+    draft_caches,
+    draft_deployment,
+)
 from kdecode.decode.latency_specialized import Deployment
 from kdecode.decode.plan import DecodePlan
-from kdecode.decode.step_check import StepError
 from kdecode.kernels import table
-from kdecode.kernels.common.native import MAX_ROWS, NativeStep, Program
+from kdecode.kernels.common.native import NativeStep, Program
 from kdecode.kernels.contract import Buffers
-from kdecode.model.draft_reference import frequencies
 from kdecode.model.draft_tiles import (
     DraftPlanWeights,
     outline_draft_plan,
-    plan_config,
+    outline_draft_weights,
     refuse_layout,
 )
 from kdecode.model.layout import PackedMla, PackedModel
-from kdecode.parallel.context import WHOLE
-from kdecode.parallel.ranks import ALONE
 
-# Rows of one pass over committed tokens: those of a round, and many for prompts.
-CONTEXT_ROWS = (MAX_ROWS, 32, 16, *range(9, 0, -1))
 # Requests of one Markov product.
 MARKOV_ROWS = 8
 
 
 def refuse(config: DraftConfig, target: Deployment, num_drafts: int) -> list[str]:
-    """Every reason why the draft of a target's deployment has no native plan; [] if it has."""
+    """Every reason why the draft of a target's deployment has no plan; [] if it has."""
     reasons = refuse_layout(config)
     if reasons:
         return reasons
     deployment = draft_deployment(config, target, num_drafts)
     reasons = latency_specialized.refuse(deployment)
+    if deployment.is_cuda:
+        # Where there is no Triton, it is among the reasons, and nothing of it can be asked.
+        reasons = reasons or draft_cuda.refuse(deployment, num_drafts)
+        return list(dict.fromkeys(reasons))
     for op in ("draft_context", "draft_insert", "markov"):
         problem = deployment.problem(0, MARKOV_ROWS)
         reasons += table.implementation(op, "cpu").refuse(problem)
     return list(dict.fromkeys(reasons))
-
-
-def draft_deployment(config: DraftConfig, target: Deployment, num_drafts: int) -> Deployment:
-    """Where the draft's plans run: with the target, on bf16 rows, with room for the block."""
-    return replace(
-        target,
-        config=plan_config(config),
-        cache_dtype="bf16",
-        max_context_tokens=target.max_context_tokens + num_drafts,
-        rotation_scale=config.rope.score_scale,
-        # Rank 0 has all of it.
-        ranks=ALONE,
-        shared=None,
-        context=WHOLE,
-    )
 
 
 def describe(config: DraftConfig, target: Deployment, num_drafts: int) -> DecodePlan:
@@ -82,7 +72,11 @@ def describe(config: DraftConfig, target: Deployment, num_drafts: int) -> Decode
     if reasons:
         raise latency_specialized.BackendRefusedError(reasons)
     deployment = draft_deployment(config, target, num_drafts)
-    packed = outline_draft_plan(config)
+    if deployment.is_cuda:
+        packed = outline_draft_plan(config, "rows")
+        weights = outline_draft_weights(config, packed)
+        return draft_cuda.describe(deployment, weights, packed, 1, num_drafts)
+    packed = outline_draft_plan(config, "tiles")
     plan = latency_specialized.describe(deployment, packed, num_drafts, num_drafts)
     notes = (
         "a native call of markov for each draft, left to right",
@@ -111,19 +105,8 @@ class SpecializedDraft:
         self._weights = weights
         self.num_drafts = num_drafts
         self._deployment = draft_deployment(config, deployment, num_drafts)
-        self._caches = replace(
-            caches,
-            cache_dtype="bf16",
-            conv={},
-            recurrent={},
-            pages=caches.draft,
-            scales=dict.fromkeys(caches.draft, 1.0),
-            draft={},
-            open_rows=OpenRows(),
-            tell=tell_nobody,
-            context=WHOLE,
-        )
-        self._frequencies = frequencies(config.rope).numpy()
+        self._caches = draft_caches(caches)
+        self._rows = RowWriter(config, self._deployment, self._caches)
         self.plan = latency_specialized.build(
             self._deployment, weights.model(target), self._caches, num_drafts, num_drafts
         )
@@ -148,20 +131,11 @@ class SpecializedDraft:
     def append(self, parts: Sequence[ContextRows]) -> None:
         """Caches the rows of committed tokens, in every layer."""
         torch.set_num_threads(1)
-        taps = torch.cat([part.taps for part in parts])
-        rows = [
-            _Row(part.start + place, part.pages)
-            for part in parts
-            for place in range(part.taps.shape[0])
-        ]
-        first = 0
-        while first < len(rows):
-            count = next(size for size in CONTEXT_ROWS if size <= len(rows) - first)
-            program = self._contexts[count]
-            self._load_rows(program.buffers, rows[first : first + count])
-            program.buffers["taps"].copy_(taps[first : first + count])
+        for rows, taps in context_passes(parts):
+            program = self._contexts[len(rows)]
+            self._load_rows(program.buffers, rows)
+            program.buffers["taps"].copy_(taps)
             program.run()
-            first += count
 
     def block(
         self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
@@ -187,34 +161,17 @@ class SpecializedDraft:
     def _run_block(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """Logits [N, vocab] and hidden rows [N, M] of one request's block."""
         buffers, count = self.plan.buffers, self.num_drafts
-        start, pages = request.num_tokens, (*request.pages, *self._spare_pages())
-        self._load_rows(buffers, [_Row(start + place, pages) for place in range(count)])
+        start, pages = request.num_tokens, (*request.pages, *self._rows.spare_pages)
+        self._load_rows(buffers, [Row(start + place, pages) for place in range(count)])
         buffers["row_context"].fill_(start + count)
         buffers["row_token"].fill_(self.config.mask_id)
         buffers["row_token"][0] = request.anchor
         self.plan.run()
         return buffers["logits"].clone(), buffers["head_in"].clone()
 
-    def _spare_pages(self) -> range:
-        """Where the rows of a block go that lie behind all of a request's pages."""
-        return range(self._caches.num_pages, next(iter(self._caches.pages.values())).shape[0])
-
-    def _load_rows(self, buffers: Buffers, rows: Sequence[_Row]) -> None:
-        tokens, limit = self._deployment.page_tokens, self._deployment.max_context_tokens
-        num_pages = next(iter(self._caches.pages.values())).shape[0]
-        for row in rows:
-            row.check(tokens, limit, num_pages)
-        positions = np.array([row.position for row in rows])
-        buffers["row_position"].numpy()[:] = positions
-        angles = positions[:, None] * self._frequencies
-        turned = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-        buffers["row_rotation"].numpy()[:] = turned * self.config.rope.amplitude
-        listed = buffers["row_pages"].numpy()
-        listed.fill(-1)
-        last = int(positions.max()) // tokens + 1
-        for number, row in enumerate(rows):
-            used = row.pages[:last]
-            listed[number, : len(used)] = used
+    def _load_rows(self, buffers: Buffers, rows: Sequence[Row]) -> None:
+        names = ("row_position", "row_rotation", "row_pages")
+        self._rows.write({name: buffers[name].numpy() for name in names}, rows)
 
     def _markov(self, previous: Sequence[int]) -> Tensor:
         """What each token before adds to the logits, [B, vocab]."""
@@ -222,7 +179,7 @@ class SpecializedDraft:
         for first in range(0, len(previous), MARKOV_ROWS):
             own = previous[first : first + MARKOV_ROWS]
             program = self._markovs[len(own)]
-            _check_tokens(own, self.config.vocab_size)
+            check_tokens(own, self.config.vocab_size)
             program.buffers["row_previous"].numpy()[:] = own
             program.run()
             # A copy: the next requests get theirs in the same buffer.
@@ -264,27 +221,6 @@ class SpecializedDraft:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """A cache row's position and the pages of its request."""
-
-    position: int
-    pages: Sequence[int]
-
-    def check(self, page_tokens: int, max_context_tokens: int, num_pages: int) -> None:
-        """Raises StepError for a place that does not exist: native code follows it unseen."""
-        if not 0 <= self.position < min(max_context_tokens, len(self.pages) * page_tokens):
-            raise StepError(
-                f"Position {self.position} of a draft's cache is not one of {len(self.pages)} "
-                f"pages of {page_tokens} tokens, and of at most {max_context_tokens} tokens."
-            )
-        used = self.pages[: self.position // page_tokens + 1]
-        if min(used) < 0 or max(used) >= num_pages:
-            raise StepError(
-                f"The pages {list(used)} of a draft's cache are not all of its {num_pages}."
-            )
-
-
-@dataclass(frozen=True)
 class _NativeProgram:
     """Ops in one native call, and their buffers."""
 
@@ -311,9 +247,3 @@ class _NativeProgram:
 
     def run(self) -> None:
         self.program.run(0, len(self.steps))
-
-
-def _check_tokens(tokens: Sequence[int], vocab: int) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab:
-            raise ValueError(f"Token {token} is not of the vocabulary of {vocab}.")

@@ -60,6 +60,12 @@ class DraftBlock(NamedTuple):
 Choose = Callable[[int, Tensor], Sequence[int]]
 
 
+def first_choices(place: int, logits: Tensor) -> list[int]:
+    """The `Choose` of greedy drafts. A forward that knows it may choose where its logits are."""
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
+
+
 class StandardDraft:
     """target: whose embedding and head the draft uses where it has none of its own.
 

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from kdecode.decode.plan import Buffer
 from kdecode.kernels.contract import Buffers, PlanMemory
 
-# int32 numbers; so every input begins at a multiple of 64 bytes, whatever the number of rows.
+# Numbers of 4 bytes; so every input begins at a multiple of 64 bytes, whatever the number of rows.
 _ALIGNMENT = 16
+# What an input may be of, and what the host has it as.
+_HOST_TYPES: Mapping[torch.dtype, type[Any]] = {torch.int32: np.int32, torch.float32: np.float32}
 
 
 class Staging:
-    """int32 inputs. tensors: of the device, by name, where a plan's steps read them."""
+    """tensors: of the device, by name, where a plan's steps read them; int32 or fp32."""
 
     def __init__(self, specs: tuple[Buffer, ...], memory: PlanMemory, name: str) -> None:
         shapes = {spec.name: tuple(int(size) for size in spec.shape) for spec in specs}
@@ -37,13 +39,14 @@ class Staging:
         self._copied: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         whole: NDArray[np.int32] = self._host.numpy()
         self.tensors: dict[str, torch.Tensor] = {}
-        self._arrays: dict[str, NDArray[np.int32]] = {}
-        for key, shape in shapes.items():
+        self._arrays: dict[str, NDArray[Any]] = {}
+        for spec in specs:
+            key, shape = spec.name, shapes[spec.name]
             part = slice(begins[key], begins[key] + math.prod(shape))
-            self.tensors[key] = self._device[part].view(shape)
-            self._arrays[key] = whole[part].reshape(shape)
+            self.tensors[key] = self._device[part].view(spec.dtype).view(shape)
+            self._arrays[key] = whole[part].view(_HOST_TYPES[spec.dtype]).reshape(shape)
 
-    def arrays(self) -> Mapping[str, NDArray[np.int32]]:
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
         """The host's side, to be written; `send` takes it over."""
         if self._copied is not None:
             self._copied.synchronize()

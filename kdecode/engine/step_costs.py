@@ -13,7 +13,7 @@ from functools import partial
 from kdecode.cache.batch import StepBatch, StepRequest
 from kdecode.cache.caches import Caches
 from kdecode.decode.device import wait_for
-from kdecode.decode.draft_standard import ContextRows, DraftRequest
+from kdecode.decode.draft_standard import ContextRows, DraftRequest, first_choices
 from kdecode.decode.runner import StepRunner, StepStats, callers_threads
 from kdecode.speculative.adaptive import StepCosts
 from kdecode.speculative.dspark import DraftForward
@@ -71,7 +71,7 @@ def _block(
     assert runner.last_taps is not None
     forward.append([ContextRows(0, pages, runner.last_taps[:1])])
     request = DraftRequest(0, 1, pages)
-    return lambda: forward.block([request], num_drafts, lambda place, logits: [0])
+    return lambda: forward.block([request], num_drafts, first_choices)
 
 
 def _fastest(run: Callable[[], object], device: str) -> float:

@@ -67,6 +67,11 @@ _TRITON = (
     "expert_down",
     "route",
     "experts",
+    # Of a draft, outside its stack of layers.
+    "draft_context",
+    "draft_insert",
+    "draft_choice",
+    "draft_confidence",
     # Of several ranks.
     "embed_part",
     "rank_whole",

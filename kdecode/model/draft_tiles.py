@@ -1,4 +1,4 @@
-"""A draft's weights for the native plan: a small latent-attention model, and what stands around it.
+"""A draft's weights for plans: a small latent-attention model, and what stands around it.
 
 Owns the view of a draft's stack as a model (`plan_config`), so that the fused ops of the target
 serve it, and the packing. Knows no plan. The layouts with grouped-query attention have no such
@@ -63,15 +63,15 @@ def refuse_layout(config: DraftConfig) -> list[str]:
     reasons = []
     if not isinstance(config.attention, MlaConfig):
         reasons.append(
-            "The native draft plan has latent attention; this draft's is grouped-query attention."
+            "A draft's plan has latent attention; this draft's is grouped-query attention."
         )
     elif not config.rope.is_interleaved:
-        reasons.append("The native draft plan rotates neighbours; this draft's pairs are halves.")
+        reasons.append("A draft's plan rotates neighbours; this draft's pairs are halves.")
     if config.is_causal:
-        reasons.append("The rows of a native draft block see each other; this draft's are causal.")
+        reasons.append("The rows of a planned block see each other; this draft's are causal.")
     if config.window is not None:
         reasons.append(
-            f"The native draft plan reads all of the context; this draft's window is "
+            f"A draft's plan reads all of the context; this draft's window is "
             f"{config.window} tokens."
         )
     return reasons
@@ -111,7 +111,7 @@ def pack_draft_plan(
     trunk_format: TrunkFormat,
     isa: str | None,
 ) -> DraftPlanWeights:
-    """Copies a draft out of its mapped file, into tiles."""
+    """Copies a draft out of its mapped file, into this format."""
     model_config = plan_config(config)
     layers = []
     for layer in p.layers:
@@ -144,6 +144,29 @@ def pack_draft_plan(
     )
 
 
-def outline_draft_plan(config: DraftConfig) -> PackedModel:
-    """The stack's shapes in plain tiles, for a plan that is only described."""
-    return outline_model(plan_config(config), "tiles")
+def outline_draft_plan(config: DraftConfig, trunk_format: TrunkFormat) -> PackedModel:
+    """The stack's shapes, for a plan that is only described."""
+    return outline_model(plan_config(config), trunk_format)
+
+
+def outline_draft_weights(config: DraftConfig, stack: PackedModel) -> DraftPlanWeights:
+    """What stands around a stack in "rows", without data. stack: `outline_draft_plan`'s."""
+    width, rank, vocab = config.hidden_size, config.markov_rank, config.vocab_size
+    columns = len(config.taps) * width
+    return DraftPlanWeights(
+        config=stack.config,
+        embed=None,
+        head=None,
+        layers=stack.layers,
+        norm=stack.norm,
+        context_proj=Matrix("rows", width, columns, _outline((width, columns), torch.bfloat16)),
+        context_norm=_outline((width,)),
+        tap_norms=_outline((len(config.taps), width)) if config.has_tap_norms else None,
+        markov_in=_outline((vocab, rank), torch.bfloat16),
+        markov_out=Matrix("rows", vocab, rank, _outline((vocab, rank), torch.bfloat16)),
+        confidence=(_outline((width + rank,)), _outline((1,))) if config.has_confidence else None,
+    )
+
+
+def _outline(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from kdecode.cache.batch import StepBatch
 from kdecode.config_speculative import SpeculativeConfig
-from kdecode.decode.draft_standard import Choose, ContextRows, DraftBlock, DraftRequest
+from kdecode.decode.draft_standard import (
+    Choose,
+    ContextRows,
+    DraftBlock,
+    DraftRequest,
+    first_choices,
+)
 from kdecode.speculative.accept import draw
 from kdecode.speculative.streams import Streams
 from kdecode.speculative.types import Proposal, RoundRequest
@@ -71,7 +77,8 @@ class DsparkProposer:
                 )
         policy = _Policy(requests, is_drawn=self._is_drawn)
         targets = [DraftRequest(r.anchor, r.anchor_position, r.pages) for r in requests]
-        block = self.forward.block(targets, self._num_drafts, policy.choose)
+        choose = policy.choose if policy.draws else first_choices
+        block = self.forward.block(targets, self._num_drafts, choose)
         proposals = []
         for row, request in enumerate(requests):
             proposal = Proposal(
@@ -94,8 +101,13 @@ class _Policy:
         ]
         self._rows: dict[int, list[Tensor]] = {row: [] for row in self._drawn}
 
+    @property
+    def draws(self) -> bool:
+        """Whether any draft of the round is no first choice."""
+        return bool(self._drawn)
+
     def choose(self, place: int, logits: Tensor) -> list[int]:
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens = first_choices(place, logits)
         for row in self._drawn:
             request = self._requests[row]
             scaled = logits[row].cpu().double() / request.temperature

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from draft_rounds import CONTEXTS, LIMIT, NUM_DRAFTS, PAGE_TOKENS, Rounds, taps_of
 from native_cases import Loaded
 from torch import Tensor
 
@@ -21,38 +21,13 @@ from kdecode.decode.latency_specialized import BackendRefusedError, Deployment
 from kdecode.decode.runner import deployment_of, resolve
 from kdecode.decode.step_check import StepError
 from kdecode.kernels.common.native import supported_isas
-from kdecode.kernels.contract import Tolerance
-from kdecode.model import draft_reference
-from kdecode.model.draft_parameters import DraftParameters
-from kdecode.model.draft_reference import DraftState, append_context
 from kdecode.model.draft_synthesis import make_draft
 from kdecode.model.draft_tiles import pack_draft_plan
 from kdecode.model.draft_weights import load_draft
 from kdecode.model.layout import pack_model
-from kdecode.model.parameters import ModelParameters
-from kdecode.model.reference import ROUNDED
 from kdecode.model.weights import CheckpointReader
-from kdecode.testing.compare import assert_close, bit_equal
+from kdecode.testing.compare import bit_equal
 from kdecode.testing.poison import poison_
-
-PAGE_TOKENS = 4
-LIMIT = 160
-# As of the form in torch: one rounding apart in a row, roundings of two layers in a logit.
-ROW = Tolerance(rtol=2e-2, atol=2e-2, rms_ratio=8e-3)
-LOGITS = Tolerance(rtol=0.05, atol=0.25, rms_ratio=0.03)
-CONTEXTS = (9, 1, 130)
-ANCHORS = (17, 300, 5)
-PLANNED = ((900, 3, 3, 41), (41, 42, 43, 44), (1, 2, 1000, 3))
-NUM_DRAFTS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    config: DraftConfig
-    p: DraftParameters
-    target: ModelParameters
-    caches: Caches
-    draft: SpecializedDraft
 
 
 def _deployment(packed_config: object, isa: str | None = None) -> Deployment:
@@ -67,8 +42,8 @@ def _deployment(packed_config: object, isa: str | None = None) -> Deployment:
 
 
 @pytest.fixture
-def make(mini_checkpoint: Path, tmp_path: Path) -> Callable[..., Case]:
-    def build(kind: DraftKind, isa: str | None = None, trunk: str = "tiles") -> Case:
+def make(mini_checkpoint: Path, tmp_path: Path) -> Callable[..., Rounds]:
+    def build(kind: DraftKind, isa: str | None = None, trunk: str = "tiles") -> Rounds:
         make_draft(tmp_path / "draft", "mini", kind, seed=0)
         config = DraftConfig.from_checkpoint(tmp_path / "draft")
         p = load_draft(tmp_path / "draft", config)
@@ -82,90 +57,31 @@ def make(mini_checkpoint: Path, tmp_path: Path) -> Callable[..., Case]:
         assert draft_specialized.refuse(config, deployment, NUM_DRAFTS) == []
         draft = SpecializedDraft(weights, config, packed, caches, deployment, NUM_DRAFTS)
         target = CheckpointReader(mini_checkpoint).load_model()
-        return Case(config, p, target, caches, draft)
+        return Rounds(config, p, target, caches, draft)
 
     return build
 
 
-def _taps(config: DraftConfig, tokens: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (tokens, len(config.taps), config.hidden_size)
-    return torch.randn(shape, generator=generator).bfloat16()
-
-
-def _contexts(case: Case) -> tuple[list[tuple[int, ...]], list[DraftState]]:
-    """Fills the draft's cache, with pages that are not in order; the same by the reference."""
-    pages, states = [], []
-    for seed, count in enumerate(CONTEXTS):
-        pages.append(tuple(reversed(case.caches.allocate_pages(count))))
-        state = DraftState.new(case.config, ROUNDED)
-        append_context(case.p, case.config, state, _taps(case.config, count, seed), ROUNDED)
-        states.append(state)
-    taps = [_taps(case.config, count, seed) for seed, count in enumerate(CONTEXTS)]
-    case.draft.append(
-        [ContextRows(0, own, rows[:6]) for own, rows in zip(pages, taps, strict=True)]
-    )
-    later = [ContextRows(6, own, r[6:]) for own, r in zip(pages, taps, strict=True) if len(r) > 6]
-    case.draft.append(later)
-    return pages, states
-
-
-def _check(case: Case) -> None:
-    pages, states = _contexts(case)
-    for own, state, count in zip(pages, states, CONTEXTS, strict=True):
-        for layer, pool in case.caches.draft.items():
-            rows = pool[list(own)].flatten(0, 1)
-            assert_close(rows[:count], state.rows[layer].float(), ROW, f"layer {layer}")
-            assert bool(torch.isnan(rows[count:]).all())
-    requests = [
-        DraftRequest(anchor, count, own)
-        for anchor, count, own in zip(ANCHORS, CONTEXTS, pages, strict=True)
-    ]
-    seen: list[Tensor] = []
-
-    def choose(place: int, logits: Tensor) -> list[int]:
-        seen.append(logits.clone())
-        return [planned[place] for planned in PLANNED]
-
-    block = case.draft.block(requests, NUM_DRAFTS, choose)
-    assert block.tokens == list(PLANNED)
-    for row, (state, anchor, planned) in enumerate(zip(states, ANCHORS, PLANNED, strict=True)):
-        gold = draft_reference.block(
-            case.p,
-            case.config,
-            case.target,
-            state,
-            anchor,
-            NUM_DRAFTS,
-            lambda place, _, planned=planned: planned[place],
-            ROUNDED,
-        )
-        own = torch.stack([logits[row] for logits in seen])
-        assert_close(own, gold.logits, LOGITS, f"request {row}")
-        assert gold.confidence is not None
-        assert block.confidence is not None
-        wanted = gold.confidence
-        assert_close(torch.tensor(block.confidence[row]), wanted, LOGITS, f"request {row}")
-
-
 @pytest.mark.parametrize("kind", ["inferact", "lightseek"])
-def test_rows_and_blocks_against_the_reference(make: Callable[..., Case], kind: DraftKind) -> None:
-    _check(make(kind))
+def test_rows_and_blocks_against_the_reference(
+    make: Callable[..., Rounds], kind: DraftKind
+) -> None:
+    make(kind).check()
 
 
 @pytest.mark.parametrize("isa", supported_isas()[1:])
-def test_other_instruction_sets(make: Callable[..., Case], isa: str) -> None:
-    _check(make("inferact", isa))
+def test_other_instruction_sets(make: Callable[..., Rounds], isa: str) -> None:
+    make("inferact", isa).check()
 
 
-def test_weights_in_12_bits(make: Callable[..., Case]) -> None:
-    _check(make("inferact", trunk="tiles12"))
+def test_weights_in_12_bits(make: Callable[..., Rounds]) -> None:
+    make("inferact", trunk="tiles12").check()
 
 
-def test_a_block_again_and_behind_all_pages(make: Callable[..., Case]) -> None:
+def test_a_block_again_and_behind_all_pages(make: Callable[..., Rounds]) -> None:
     """The block's rows are behind the request's; nothing of an earlier block is in a later one."""
     case = make("inferact")
-    pages, _ = _contexts(case)
+    pages, _ = case.fill()
     free = case.caches.page_pool.num_free
     # Its last page is full with the 9th to the 12th token; the block begins behind it.
     full = DraftRequest(4, 8, pages[0][:2])
@@ -189,10 +105,10 @@ def test_a_block_again_and_behind_all_pages(make: Callable[..., Case]) -> None:
         case.draft.block([full], 5, lambda place, x: [3])
 
 
-def test_many_requests_together_are_each_alone(make: Callable[..., Case]) -> None:
+def test_many_requests_together_are_each_alone(make: Callable[..., Rounds]) -> None:
     """More than two products' worth; a block is over before the next one of the same pages."""
     case = make("inferact")
-    pages, _ = _contexts(case)
+    pages, _ = case.fill()
     requests = [DraftRequest(3 * number, CONTEXTS[0], pages[0]) for number in range(17)]
     together: list[Tensor] = []
     block = case.draft.block(
@@ -222,12 +138,12 @@ def test_many_requests_together_are_each_alone(make: Callable[..., Case]) -> Non
     ],
 )
 def test_a_place_that_does_not_exist_is_refused(
-    make: Callable[..., Case], start: int, pages: tuple[int, ...], message: str
+    make: Callable[..., Rounds], start: int, pages: tuple[int, ...], message: str
 ) -> None:
     case = make("inferact")
     before = {layer: pool.clone() for layer, pool in case.caches.draft.items()}
     with pytest.raises(StepError, match=message):
-        case.draft.append([ContextRows(start, pages, _taps(case.config, 1, 0))])
+        case.draft.append([ContextRows(start, pages, taps_of(case.config, 1, 0))])
     for layer, pool in case.caches.draft.items():
         bit_equal(pool, before[layer], f"layer {layer}")
     with pytest.raises(ValueError, match="Token -1 is not of the vocabulary"):

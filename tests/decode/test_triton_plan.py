@@ -159,9 +159,10 @@ def test_every_launch_of_a_plan_without_memory(each: int) -> None:
 def test_refusal_has_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["k3"]
     odd = replace(config, mla=replace(config.mla, num_heads=2))
-    old = replace(deployment(odd), arch="sm_80", rotation_scale=1.0)
+    turned = replace(odd.mla, rope_dim=7)
+    old = replace(deployment(replace(odd, mla=turned)), arch="sm_80", rotation_scale=1.0)
     reasons = latency_specialized.refuse(old)
-    for part in ("the same total width", "cuda is sm_80", "have no rotated attention"):
+    for part in ("the same total width", "cuda is sm_80", "a head has 7 that are"):
         assert sum(part in reason for reason in reasons) == 1, reasons
     assert latency_specialized.refuse(deployment(config), 4) == []
     unknown = replace(deployment(config), arch="gfx942")

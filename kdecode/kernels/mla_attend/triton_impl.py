@@ -67,7 +67,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     heads, table = mla.num_heads, buffers["row_pages"]
     pages, is_fp8 = buffers.caches.pages[problem.layer], problem.cache_dtype == "fp8"
     shape = (pages.shape[0], problem.page_tokens, mla.cache_width)
-    splits = max_splits(rows)
+    splits, turns = max_splits(rows), problem.rotation_scale
     split_shape = (rows, splits, heads)
     used = tile(each * heads, mla.kv_rank, problem.cache_dtype, problem.arch)
     blocks = divide_up(each * heads, used.block_m)
@@ -100,7 +100,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "cache_scale": float(buffers.caches.scales[problem.layer]),
         },
         constants={
-            "SCORE_SCALE": mla.qk_dim**-0.5 * math.log2(math.e),
+            "SCORE_SCALE": mla.qk_dim**-0.5 * (1.0 if turns is None else turns) * math.log2(math.e),
             "HEADS": heads,
             "EACH": each,
             "LATENT": mla.kv_rank,
@@ -108,6 +108,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "PAGE_TOKENS": problem.page_tokens,
             "SPLITS": splits,
             "IS_FP8": is_fp8,
+            "IS_BLOCK": turns is not None,
             "BLOCK_M": used.block_m,
             "BLOCK_T": used.block_t,
             "BLOCKS": blocks,
@@ -181,6 +182,7 @@ def attend_splits(
     PAGE_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    IS_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -190,7 +192,8 @@ def attend_splits(
     LINES: tl.constexpr,
 ):
     """query [rows, HEADS, LATENT + ROPE]; pages [pages, PAGE_TOKENS, LATENT + ROPE] ->
-    sums [rows, SPLITS, HEADS, LATENT], stats [rows, SPLITS, HEADS, 2]."""
+    sums [rows, SPLITS, HEADS, LATENT], stats [rows, SPLITS, HEADS, 2]. With IS_BLOCK the rows of a
+    request see all that its last row sees."""
     WIDTH: tl.constexpr = LATENT + ROPE
     request, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     split = tl.program_id(1)
@@ -207,7 +210,10 @@ def attend_splits(
         lane = block * BLOCK_M + tl.arange(0, BLOCK_M)
         has_lane = lane < EACH * HEADS
         row, head = request * EACH + lane // HEADS, lane % HEADS
-        position = tl.load(row_position + row, mask=has_lane, other=-1)
+        if IS_BLOCK:
+            position = tl.where(has_lane, context - 1, -1)
+        else:
+            position = tl.load(row_position + row, mask=has_lane, other=-1)
         channel, rest = tl.arange(0, LATENT_BLOCK), tl.arange(0, ROPE_BLOCK)
         has_channel, has_rest = channel < LATENT, rest < ROPE
         own = query + (row * HEADS + head) * WIDTH

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kdecode.kernels.common.tile_table import choose
 from kdecode.kernels.common.triton_launch import (
@@ -19,8 +20,13 @@ from kdecode.kernels.common.triton_launch import (
     row_major,
     tensor_for,
 )
-from kdecode.kernels.common.triton_mla import refuse_cache, refuse_plan, row_scale
-from kdecode.kernels.common.triton_ops import dot_bf16, round_bf16, wait_for_previous
+from kdecode.kernels.common.triton_mla import (
+    insert_row,
+    refuse_cache,
+    refuse_plan,
+    turned_pairs,
+)
+from kdecode.kernels.common.triton_ops import dot_bf16, wait_for_previous
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -79,6 +85,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
                 buffers["row_position"], INT32, (rows,), name="row_position"
             ),
             "row_pages": tensor_for(table, INT32, (rows, table.shape[1]), name="row_pages"),
+            "row_rotation": _rotation(problem, buffers),
             "pages": pages.view(torch.uint8) if is_fp8 else pages,
             "out": tensor_for(buffers["mla_query"], BF16, out_shape, name="mla_query"),
             "rows": rows,
@@ -95,6 +102,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "ROPE": mla.rope_dim,
             "PAGE_TOKENS": problem.page_tokens,
             "IS_FP8": is_fp8,
+            "IS_ROTATED": problem.rotation_scale is not None,
             "EPS": mla.latent_norm_eps,
             "BLOCK_R": row_block(rows),
             "BLOCK_L": used.block_l,
@@ -109,28 +117,19 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     return TritonStep(launch, (weights,))
 
 
-@triton.jit
-def e4m3_bits(x):
-    """The E4M3 code of each fp32 number, uint8: nearest, ties to even, at most 448; NaN is NaN.
-
-    By integers, so that a kernel stores the same on every device.
-    """
-    size = tl.minimum(tl.abs(x), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    # Of 23 bits of mantissa 3 stay, and the exponent's bias changes from 127 to 7.
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1) >> 20) - (120 << 3)
-    # A float of 2^14 and more counts in steps of 2^-9, like E4M3 below 2^-6.
-    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0.015625, small, normal)
-    code = tl.where(x == x, code, 0x7F)
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (code | sign).to(tl.uint8)
+def _rotation(problem: Problem, buffers: Buffers) -> Tensor:
+    """How the rows of a draft turn; of a target something that is not read."""
+    if problem.rotation_scale is None:
+        return buffers["row_position"]
+    shape = (plan_rows(problem), problem.config.mla.rope_dim)
+    return tensor_for(buffers["row_rotation"], FP32, shape, name="row_rotation")
 
 
 @triton.jit
 def _absorb(
     query,
     w_uk,
+    row_rotation,
     out,
     rows,
     program,
@@ -139,6 +138,7 @@ def _absorb(
     LATENT: tl.constexpr,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
+    IS_ROTATED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
     NOPE_BLOCK: tl.constexpr,
@@ -173,54 +173,19 @@ def _absorb(
         mask = has_row[:, None] & has_channel[None, :]
         tl.store(to[:, None] + channel[None, :], acc.to(tl.bfloat16), mask=mask)
     if block == 0:
-        rest = tl.arange(0, ROPE_BLOCK)
-        has_rest = has_row[:, None] & (rest < ROPE)[None, :]
-        q_rest = tl.load(own + row[:, None] * QUERY + NOPE + rest[None, :], mask=has_rest)
-        tl.store(to[:, None] + LATENT + rest[None, :], q_rest, mask=has_rest)
-
-
-@triton.jit
-def _insert(
-    proj,
-    kv_norm,
-    row_position,
-    row_pages,
-    pages,
-    row,
-    max_pages,
-    cache_scale,
-    PROJ: tl.constexpr,
-    LATENT_AT: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    EPS: tl.constexpr,
-    LATENT_BLOCK: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-):
-    """The cache row of one row of the step."""
-    wait_for_previous()
-    position = tl.load(row_position + row)
-    entry = row_pages + row * max_pages + position // PAGE_TOKENS
-    page = tl.load(entry, mask=position >= 0, other=-1)
-    if page >= 0:
-        channel = tl.arange(0, LATENT_BLOCK)
-        rest = tl.arange(0, ROPE_BLOCK)
-        has_channel, has_rest = channel < LATENT, rest < ROPE
-        own = proj + row * PROJ + LATENT_AT
-        x = tl.load(own + channel, mask=has_channel, other=0.0).to(tl.float32)
-        factor = tl.load(kv_norm + channel, mask=has_channel, other=0.0)
-        normed = round_bf16(x * row_scale(tl.sum(x * x), LATENT, EPS) * factor)
-        key = tl.load(own + LATENT + rest, mask=has_rest, other=0.0).to(tl.float32)
-        place = page.to(tl.int64) * PAGE_TOKENS + position % PAGE_TOKENS
-        to = pages + place * (LATENT + ROPE)
-        if IS_FP8:
-            tl.store(to + channel, e4m3_bits(tl.div_rn(normed, cache_scale)), mask=has_channel)
-            tl.store(to + LATENT + rest, e4m3_bits(tl.div_rn(key, cache_scale)), mask=has_rest)
+        if IS_ROTATED:
+            pair = tl.arange(0, ROPE_BLOCK // 2)[None, :]
+            has_pair = has_row[:, None] & (2 * pair < ROPE)
+            x, rotation = own + row[:, None] * QUERY + NOPE, row_rotation + row[:, None] * ROPE
+            first, second = turned_pairs(x, rotation, pair, has_pair, ROPE)
+            at = to[:, None] + LATENT + 2 * pair
+            tl.store(at, first.to(tl.bfloat16), mask=has_pair)
+            tl.store(at + 1, second.to(tl.bfloat16), mask=has_pair)
         else:
-            tl.store(to + channel, normed.to(tl.bfloat16), mask=has_channel)
-            tl.store(to + LATENT + rest, key.to(tl.bfloat16), mask=has_rest)
+            rest = tl.arange(0, ROPE_BLOCK)
+            has_rest = has_row[:, None] & (rest < ROPE)[None, :]
+            q_rest = tl.load(own + row[:, None] * QUERY + NOPE + rest[None, :], mask=has_rest)
+            tl.store(to[:, None] + LATENT + rest[None, :], q_rest, mask=has_rest)
 
 
 @triton.jit(do_not_specialize=["rows", "max_pages"])
@@ -231,6 +196,7 @@ def absorb_insert(
     kv_norm,
     row_position,
     row_pages,
+    row_rotation,
     pages,
     out,
     rows,
@@ -245,6 +211,7 @@ def absorb_insert(
     ROPE: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    IS_ROTATED: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -253,13 +220,15 @@ def absorb_insert(
     ROPE_BLOCK: tl.constexpr,
 ):
     """query [rows, QUERY], heads first; proj [rows, PROJ], the latent from LATENT_AT on; w_uk
-    [HEADS * LATENT, NOPE]; pages, of fp8 their bytes -> out [rows, HEADS, LATENT + ROPE]."""
+    [HEADS * LATENT, NOPE]; row_rotation [rows, ROPE], with IS_ROTATED only; pages, of fp8 their
+    bytes -> out [rows, HEADS, LATENT + ROPE]."""
     program = tl.program_id(0)
     ABSORBING: tl.constexpr = HEADS * ((LATENT + BLOCK_L - 1) // BLOCK_L)
     if program < ABSORBING:
         _absorb(
             query,
             w_uk,
+            row_rotation,
             out,
             rows,
             program,
@@ -268,17 +237,19 @@ def absorb_insert(
             LATENT,
             NOPE,
             ROPE,
+            IS_ROTATED,
             BLOCK_R,
             BLOCK_L,
             NOPE_BLOCK,
             ROPE_BLOCK,
         )
     else:
-        _insert(
+        insert_row(
             proj,
             kv_norm,
             row_position,
             row_pages,
+            row_rotation,
             pages,
             program - ABSORBING,
             max_pages,
@@ -289,6 +260,7 @@ def absorb_insert(
             ROPE,
             PAGE_TOKENS,
             IS_FP8,
+            IS_ROTATED,
             EPS,
             LATENT_BLOCK,
             ROPE_BLOCK,

@@ -1,26 +1,17 @@
-"""projection in Triton: a program makes a block of output columns for all rows of the step.
-
-Of three rows or more and few columns several programs share a block, each with a part of the input
-columns; the last of them adds the parts in order.
-"""
+"""projection in Triton: `common/triton_projection.py` with a layer's matrix, or the head."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from kdecode.kernels.common.triton_launch import (
-    Launch,
     TritonStep,
-    divide_up,
     plan_rows,
     refuse_plan_rows,
     row_major,
     tensor_for,
 )
-from kdecode.kernels.common.triton_ops import is_last_arrival, round_bf16
-from kdecode.kernels.common.triton_product import product, product_rows, product_tile
+from kdecode.kernels.common.triton_projection import projection_launch
 from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.projection.op import ProjectionWeights
 
@@ -32,89 +23,15 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> TritonStep:
     rows, (columns, inner) = plan_rows(problem), (weights.matrix.rows, weights.matrix.cols)
-    tile = product_tile("projection", problem.arch, rows, columns, inner, can_split=True)
-    blocks, block_r = divide_up(columns, tile.block_n), product_rows(rows)
-    # Each program but the last has so many rounds of input columns, and none has none.
-    rounds = divide_up(inner, tile.block_k * tile.split)
-    split = divide_up(inner, tile.block_k * rounds)
-    source, out = buffers[weights.input], buffers[weights.output]
     is_part = weights.exchange == "reduce"
     dtype = torch.float32 if weights.is_head or is_part else torch.bfloat16
-    out = tensor_for(out, dtype, (rows, columns), name=weights.output)
-    partial, counters = out, out  # not used by one program a block
-    if split > 1:
-        # Of another size for another matrix.
-        size = split * blocks * tile.block_n * block_r
-        partial = buffers.scratch(f"product_parts_{size}", (size,), torch.float32)
-        counters = buffers.counters(blocks)
-    arguments = {
-        "x": tensor_for(source, torch.bfloat16, (rows, inner), name=weights.input),
-        "weight": row_major(weights.matrix, (columns, inner), f"the matrix of {weights.output}"),
-        "out": out,
-        "partial": partial,
-        "counters": counters,
-        "rows": rows,
-    }
-    constants = {
-        "COLUMNS": columns,
-        "INNER": inner,
-        "BLOCK_R": block_r,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "ROUNDS": rounds,
-        "SPLIT": split,
-        "ROUND": not is_part,
-    }
-    grid = (blocks, split)
-    return TritonStep(
-        Launch(projection, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
+    source, out = buffers[weights.input], buffers[weights.output]
+    launch = projection_launch(
+        problem,
+        tensor_for(source, torch.bfloat16, (rows, inner), name=weights.input),
+        row_major(weights.matrix, (columns, inner), f"the matrix of {weights.output}"),
+        tensor_for(out, dtype, (rows, columns), name=weights.output),
+        buffers,
+        is_rounded=not is_part,
     )
-
-
-@triton.jit
-def _store(acc, out, n, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, ROUND: tl.constexpr):
-    """With ROUND to bf16, also where the buffer is fp32."""
-    r = tl.arange(0, BLOCK_R)[None, :]
-    inside = (r < rows) & (n < COLUMNS)[:, None]
-    if ROUND:
-        acc = round_bf16(acc)
-    tl.store(out + r * COLUMNS + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def projection(
-    x,
-    weight,
-    out,
-    partial,
-    counters,
-    rows,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    block, part = tl.program_id(0), tl.program_id(1)
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    held = tl.minimum(n, COLUMNS - 1)
-    begin = part * ROUNDS * BLOCK_K
-    end = tl.minimum(begin + ROUNDS * BLOCK_K, INNER)
-    acc = product(
-        x, weight, x, 0.0, held, rows, begin, end, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
-    )
-    if SPLIT == 1:
-        _store(acc, out, n, rows, COLUMNS, BLOCK_R, ROUND)
-    else:
-        size: tl.constexpr = BLOCK_N * BLOCK_R
-        own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-        first = partial + block * SPLIT * size
-        tl.store(first + part * size + own, acc)
-        if is_last_arrival(counters + block, SPLIT):
-            total = tl.load(first + own)
-            for other in tl.static_range(1, SPLIT):
-                total += tl.load(first + other * size + own)
-            _store(total, out, n, rows, COLUMNS, BLOCK_R, ROUND)
+    return TritonStep(launch)

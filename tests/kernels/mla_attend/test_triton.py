@@ -16,7 +16,7 @@ from kdecode.cache.caches import Caches
 from kdecode.decode import buffers
 from kdecode.decode.buffers import allocate, device_buffers, input_buffers, value_buffers
 from kdecode.kernels.common.mla_splits import ROUND_TOKENS, max_splits
-from kdecode.kernels.common.triton_mla import split_length
+from kdecode.kernels.common.triton_mla import e4m3_bits, split_length
 from kdecode.kernels.contract import PlanMemory, Problem
 from kdecode.kernels.mla_attend import triton_impl as attend
 from kdecode.kernels.mla_query import triton_impl as query
@@ -213,7 +213,7 @@ def test_length_of_a_split(rows):
 @triton.jit
 def bits_kernel(x, out, COUNT: tl.constexpr):
     at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    tl.store(out + at, query.e4m3_bits(tl.load(x + at)))
+    tl.store(out + at, e4m3_bits(tl.load(x + at)))
 
 
 def test_every_bf16_number_as_e4m3():
@@ -231,10 +231,17 @@ def test_every_bf16_number_as_e4m3():
 
 def test_refusals():
     problem = model("linear").problem(LAYER, 0)
-    problem = replace(problem, cache_dtype="int4", rotation_scale=0.5, rows_per_request=2)
+    mla = replace(problem.config.mla, rope_dim=7)
+    problem = replace(
+        problem,
+        config=replace(problem.config, mla=mla),
+        cache_dtype="int4",
+        rotation_scale=0.5,
+        rows_per_request=2,
+    )
     assert len(query_up.refuse(problem)) == 3
     assert len(query.refuse(problem)) == 3
     assert len(value.refuse(replace(problem, rows=None))) == 2
     text = "\n".join(attend.refuse(replace(problem, rows=65)))
-    for part in ("this has 65", "rotation scale of 0.5", "int4 was asked", "of 2 each"):
+    for part in ("this has 65", "rotated in pairs; a head has 7", "int4 was asked", "of 2 each"):
         assert part in text

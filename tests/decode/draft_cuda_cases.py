@@ -1,0 +1,67 @@
+"""Drafts on `DEVICE`, by the plans of a GPU: one of the smallest checkpoint, and a smaller one.
+
+Without a GPU the kernels run in Triton's interpreter: the deployment says "cuda" and keeps its
+tensors on the CPU, as `cuda_cases` has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cuda_cases import DEVICE, deployment
+from draft_cases import make_draft_case
+from draft_rounds import LIMIT, NUM_DRAFTS, PAGE_TOKENS, Rounds
+
+from kdecode.cache.caches import Caches
+from kdecode.config import ModelConfig
+from kdecode.config_draft import DraftConfig, DraftKind
+from kdecode.decode import draft_specialized
+from kdecode.decode.deployment import Deployment
+from kdecode.decode.draft_device import CudaDraft
+from kdecode.model.draft_synthesis import make_draft
+from kdecode.model.draft_tiles import outline_draft_plan, pack_draft_plan
+from kdecode.model.draft_weights import load_draft
+from kdecode.model.layout import pack_model, to_device
+from kdecode.model.weights import CheckpointReader
+from kdecode.testing.cases import random_parameters
+from kdecode.testing.poison import poison_
+
+
+def draft_target(config: ModelConfig) -> Deployment:
+    """The target's deployment."""
+    return replace(deployment(config), page_tokens=PAGE_TOKENS, max_context_tokens=LIMIT)
+
+
+def cuda_rounds(
+    checkpoint: Path, folder: Path, kind: DraftKind, pool: Any, num_slots: int = 3
+) -> Rounds:
+    """folder: where the draft is written. pool: of graphs, or None. num_slots: of a run at most."""
+    make_draft(folder, "mini", kind, seed=0)
+    config = DraftConfig.from_checkpoint(folder)
+    p = load_draft(folder, config)
+    packed = pack_model(CheckpointReader(checkpoint), "rows", device=DEVICE)
+    caches = Caches.allocate(packed.config, DEVICE, num_slots, 48, PAGE_TOKENS, draft=config)
+    weights = to_device(pack_draft_plan(p, config, "rows", None), DEVICE)
+    where = draft_target(packed.config)
+    assert draft_specialized.refuse(config, where, NUM_DRAFTS) == []
+    draft = CudaDraft(weights, config, packed, caches, where, NUM_DRAFTS, pool)
+    # What recording has left there is nobody's.
+    for rows in caches.draft.values():
+        poison_(rows)
+    target = CheckpointReader(checkpoint).load_model()
+    return Rounds(config, p, target, caches, draft)
+
+
+def small_rounds(pool: Any, num_slots: int = 3) -> Rounds:
+    """Of a much smaller draft, which has tables of its own; quick in the interpreter."""
+    case = make_draft_case()
+    stack = outline_draft_plan(case.config, "rows")
+    caches = Caches.allocate(stack.config, DEVICE, num_slots, 48, PAGE_TOKENS, draft=case.config)
+    where = draft_target(stack.config)
+    draft = CudaDraft(case.weights, case.config, stack, caches, where, NUM_DRAFTS, pool)
+    for rows in caches.draft.values():
+        poison_(rows)
+    target = random_parameters(stack.config)
+    return Rounds(case.config, case.p, target, caches, draft)
