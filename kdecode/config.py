@@ -31,6 +31,8 @@ TrunkWeights = Literal["bf16", "int8", "int4"]
 CacheDtype = Literal["bf16", "fp8"]
 GpuKernels = Literal["triton", "cute"]
 GpuExchange = Literal["auto", "nccl", "symmetric"]
+SharedExperts = Literal["inside", "stream"]
+WeightPrefetch = Literal["off", "l2"]
 
 # Input columns that share one scale of an MXFP4 weight.
 MXFP4_GROUP = 32
@@ -179,11 +181,12 @@ class EngineConfig:
     lossless_packing: whether latency_specialized keeps bf16 weights at 12 bits, of the same value
     bit by bit; "auto" where its kernels are faster then. trunk_format: what bf16 matrices are kept
     in; integers are other weights than the checkpoint's. gpu_kernels: "cute" for CuTe DSL in the
-    steps of latency_specialized on CUDA that it has kernels for, in place of Triton's. cache_scale:
-    scale of an fp8 latent cache (stored = x / scale) for checkpoints without one. max_step_tokens:
-    tokens of one step, i.e. the largest chunk of a prompt. cache_budget_bytes: memory of pages and
-    slots, None for what max_requests requests of max_context_tokens need. speculative: the draft
-    model, if there is one.
+    steps of latency_specialized on CUDA that it has kernels for, in place of Triton's. Of its plans
+    for one GPU also shared_experts: "stream" for launches of their own beside the others, and
+    weight_prefetch: "l2" for weights that are asked for ahead. cache_scale: scale of an fp8 latent
+    cache (stored = x / scale) for checkpoints without one. max_step_tokens: tokens of a step, i.e.
+    the largest chunk of a prompt. cache_budget_bytes: memory of pages and slots, None for what
+    max_requests requests of max_context_tokens need. speculative: the draft model, if there is one.
 
     enable_prefix_caching: prefixes of prompts that are in the caches are not computed again.
     state_interval_tokens: where they can end, on its multiples; prompts are cut there with and
@@ -206,6 +209,8 @@ class EngineConfig:
     lossless_packing: LosslessPacking = "auto"
     trunk_format: TrunkWeights = "bf16"
     gpu_kernels: GpuKernels = "triton"
+    shared_experts: SharedExperts = "inside"
+    weight_prefetch: WeightPrefetch = "off"
     cache_dtype: CacheDtype = "bf16"
     cache_scale: float | None = None
     page_tokens: int = 64
@@ -232,6 +237,8 @@ class EngineConfig:
         check_choice("lossless_packing", self.lossless_packing, get_args(LosslessPacking))
         check_choice("trunk_format", self.trunk_format, get_args(TrunkWeights))
         check_choice("gpu_kernels", self.gpu_kernels, get_args(GpuKernels))
+        check_choice("shared_experts", self.shared_experts, get_args(SharedExperts))
+        check_choice("weight_prefetch", self.weight_prefetch, get_args(WeightPrefetch))
         if self.trunk_format != "bf16" and self.decode_backend != "latency_specialized":
             raise ConfigError(
                 f"trunk_format is {self.trunk_format!r} and decode_backend "
@@ -240,11 +247,7 @@ class EngineConfig:
             )
         if self.device != "cpu":
             self._check_packing()
-        elif self.gpu_kernels != "triton":
-            raise ConfigError(
-                f"gpu_kernels is {self.gpu_kernels!r} and device {self.device!r}; they are kernels "
-                "for a GPU: set gpu_kernels to 'triton', or device to 'cuda'."
-            )
+        self._check_gpu()
         if self.isa is not None:
             check_choice("isa", self.isa, get_args(Isa))
         check_int("page_tokens", self.page_tokens, at_least=1, at_most=MAX_PAGE_TOKENS)
@@ -267,6 +270,27 @@ class EngineConfig:
                     "only an fp8 cache has a scale."
                 )
             check_cache_scale("cache_scale", self.cache_scale)
+
+    def _check_gpu(self) -> None:
+        """Raises ConfigError for what only a GPU has, and of it only latency_specialized."""
+        if self.device == "cpu" and self.gpu_kernels != "triton":
+            raise ConfigError(
+                f"gpu_kernels is {self.gpu_kernels!r} and device {self.device!r}; they are kernels "
+                "for a GPU: set gpu_kernels to 'triton', or device to 'cuda'."
+            )
+        for name, plain in (("shared_experts", "inside"), ("weight_prefetch", "off")):
+            value = getattr(self, name)
+            if value != plain and self.device == "cpu":
+                raise ConfigError(
+                    f"{name} is {value!r} and device {self.device!r}; only a GPU has streams: set "
+                    f"{name} to {plain!r}, or device to 'cuda'."
+                )
+            if value != plain and self.decode_backend == "auto":
+                raise ConfigError(
+                    f"{name} is {value!r} and decode_backend {self.decode_backend!r}; only plans "
+                    f"of latency_specialized have such steps: set {name} to {plain!r}, or "
+                    "decode_backend to 'latency_specialized'."
+                )
 
     def _check_packing(self) -> None:
         """Raises ConfigError for formats of weights that only the kernels of the CPU read."""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 HELP = "every step of the plan: time, bytes, share of the floor"
 SHAPES = ("kimi-k3", "kimi-linear-48b")
 DEFAULT_LAYERS = 4
+# What plans of latency_specialized can be told on a GPU and auto cannot, with what it is without.
+_OF_SPECIALIZED = {"shared_experts": "inside", "weight_prefetch": "off"}
 _UNTIMED_DRAFT = "drafts are timed on a CPU only"
 # What a shape leaves out, in every text and document that has its figures.
 SHAPE_NOTE = "random weights"
@@ -114,8 +116,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.speculative_config is not None:
         drafted = _draft(llm, args, document["bytes_per_second"])
         document["draft"] = None if drafted is None else drafted[0]
-        untimed = "the draft runs in torch" if args.device == "cpu" else _UNTIMED_DRAFT
-        text += "\n\n" + (untimed if drafted is None else drafted[1])
+        text += "\n\n" + ("the draft runs in torch" if drafted is None else drafted[1])
     return document, text
 
 
@@ -197,13 +198,8 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     head = f"{args.shape}, layers 0 to {layers - 1}, rank {rank} of {size}: {note}."
     texts.append(head)
     documents = []
-    for backend in backends:
-        config = engine_config(
-            args,
-            decode_backend=backend,
-            max_context_tokens=args.context_tokens,
-            max_requests=args.rows,
-        )
+    configs = [_shape_config(args, backend, len(backends)) for backend in backends]
+    for config in configs:
         bar = ProgressBar()
 
         def cost(config: EngineConfig = config, bar: ProgressBar = bar) -> PlanCost:
@@ -217,6 +213,20 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     shape = {"name": args.shape, "layers": layers, "tensor_parallel_size": size, "rank": rank}
     document |= {"shape": {**shape, "note": note}, "backends": documents}
     return document, "\n\n".join(texts)
+
+
+def _shape_config(
+    args: argparse.Namespace, backend: DecodeBackend, num_backends: int
+) -> EngineConfig:
+    """Of one of the backends that are timed; where both are, each has what it can be told."""
+    plain = _OF_SPECIALIZED if backend == "auto" and num_backends > 1 else {}
+    return engine_config(
+        args,
+        decode_backend=backend,
+        max_context_tokens=args.context_tokens,
+        max_requests=args.rows,
+        **plain,
+    )
 
 
 def _bytes(name: str, size: int) -> tuple[dict[str, Any], list[str]]:
@@ -261,6 +271,7 @@ def _timed(
     )
     document = {
         **dataclasses.asdict(cost),
+        "settings": {name: getattr(config, name) for name in ("gpu_kernels", *_OF_SPECIALIZED)},
         "bytes_per_second": bandwidth,
         "others_cores": others,
         "is_spoilt": is_spoilt(others),
@@ -292,11 +303,16 @@ def _commit_line(cost: PlanCost, bandwidth: float) -> list[str]:
 def title(cost: PlanCost, config: EngineConfig) -> str:
     note = weights_note(config)
     each = f", {cost.rows_per_request} a request" if cost.rows_per_request > 1 else ""
+    told = [
+        f", {name.replace('_', ' ')} {getattr(config, name)}"
+        for name, plain in _OF_SPECIALIZED.items()
+        if getattr(config, name) != plain
+    ]
     return (
         ("" if note is None else f"{note}\n")
         + f"backend {cost.backend}, {counted(cost.rows, 'row')}{each}, "
         f"{counted(cost.context_tokens, 'token')} of context, {_num_launches(cost.steps)} launches "
-        f"a step{cost.timed_as and f'; {cost.timed_as}'}"
+        f"a step{''.join(told)}{cost.timed_as and f'; {cost.timed_as}'}"
     )
 
 
@@ -312,7 +328,8 @@ def _step_row(step: StepCost, bandwidth: float) -> tuple[str, ...]:
         step.op,
         f"{step.microseconds:.1f}",
         f"{step.num_bytes / 2**20:.2f}",
-        f"{step.num_bytes / step.microseconds / 1e3:.1f}",
+        # A step that is over beside others adds nothing.
+        f"{step.num_bytes / step.microseconds / 1e3:.1f}" if step.microseconds else "-",
         _share(step.num_bytes, step.microseconds, bandwidth),
         "-" if step.distinct_experts is None else f"{step.distinct_experts:.1f}",
         " ".join(step.covers),
@@ -322,6 +339,8 @@ def _step_row(step: StepCost, bandwidth: float) -> tuple[str, ...]:
 def _share(num_bytes: float, microseconds: float, bandwidth: float) -> str:
     from kdecode.bench.roofline import share_of_floor
 
+    if not microseconds:
+        return "-"
     return f"{share_of_floor(num_bytes, microseconds / 1e6, bandwidth):.0%}"
 
 

@@ -24,7 +24,9 @@ from kdecode.config import (
     GpuKernels,
     Isa,
     LosslessPacking,
+    SharedExperts,
     TrunkWeights,
+    WeightPrefetch,
     terminal_draws,
 )
 from kdecode.config_json import parse_json_object
@@ -150,6 +152,18 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         default=defaults.gpu_kernels,
         help="of latency_specialized on CUDA, where there are both; docs/gpu.md",
     )
+    group.add_argument(
+        "--shared-experts",
+        choices=get_args(SharedExperts),
+        default=defaults.shared_experts,
+        help="of latency_specialized on one GPU: inside of other launches, or beside them",
+    )
+    group.add_argument(
+        "--weight-prefetch",
+        choices=get_args(WeightPrefetch),
+        default=defaults.weight_prefetch,
+        help="of latency_specialized on one GPU: l2 to ask for weights ahead of their launches",
+    )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool = True) -> None:
@@ -262,6 +276,8 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
         "lossless_packing": args.lossless_packing,
         "trunk_format": args.trunk_format,
         "gpu_kernels": args.gpu_kernels,
+        "shared_experts": args.shared_experts,
+        "weight_prefetch": args.weight_prefetch,
         "cache_dtype": args.cache_dtype,
         "cache_scale": args.cache_scale,
         "page_tokens": args.page_tokens,

@@ -191,4 +191,6 @@ def _step(step: Step) -> dict[str, Any]:
         "reads": list(step.reads),
         "writes": list(step.writes),
         "weight_bytes": step.weight_bytes,
+        "stream": step.stream,
+        "waits_for": list(step.waits_for),
     }

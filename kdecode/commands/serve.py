@@ -271,6 +271,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         lossless_packing=args.lossless_packing,
         trunk_format=args.trunk_format,
         gpu_kernels=args.gpu_kernels,
+        shared_experts=args.shared_experts,
+        weight_prefetch=args.weight_prefetch,
         cache_dtype=CACHE_DTYPES[args.kv_cache_dtype],  # type: ignore[arg-type]
         cache_scale=args.cache_scale,
         page_tokens=args.block_size,

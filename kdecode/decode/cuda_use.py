@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kdecode.config import ModelConfig
+from kdecode.decode.streams import MAIN
 from kdecode.kernels import table
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.mix_norm import STAGES, Place, mix_norm_of
@@ -29,6 +30,8 @@ class Use:
     """One launch: what its op is prepared from, and what the plan says of it.
 
     layer: of the problem. matrices: that one row reads. exchanges: of a step that is an exchange.
+    stream, waits_for: of a step beside others, or that waits for one (`side_steps`). config: of the
+    problem, where it is not the plan's.
     """
 
     contract: OpContract
@@ -39,6 +42,9 @@ class Use:
     # Of matrices that are not `Matrix` objects: a row of the embedding, the chosen experts.
     more_bytes: int = 0
     exchanges: tuple[tuple[Exchanged, ...], ...] = ()
+    stream: str = MAIN
+    waits_for: tuple[str, ...] = ()
+    config: ModelConfig | None = None
 
 
 def attention(config: ModelConfig, layer: int, entry: PackedLayer) -> Iterator[Use]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kdecode.config import GpuExchange, GpuKernels, ModelConfig
+from kdecode.config import GpuExchange, GpuKernels, ModelConfig, SharedExperts, WeightPrefetch
 from kdecode.kernels.common.native import Pool
 from kdecode.kernels.contract import Problem
 from kdecode.parallel.context import WHOLE, ContextShare
@@ -47,7 +47,8 @@ class Deployment:
     ``shared`` what its steps exchange values through; None for one that does not run. gpu_exchange:
     how those of a plan that only is described would do it between GPUs. context:
     of which positions the cache rows are here, as the caches have it. gpu_kernels: whose kernels a
-    CUDA plan has, where there are several.
+    CUDA plan has, where there are several. shared_experts, weight_prefetch: what it has beside its
+    own stream (`side_steps`).
     """
 
     config: ModelConfig
@@ -65,6 +66,8 @@ class Deployment:
     context: ContextShare = WHOLE
     gpu_exchange: GpuExchange = "auto"
     gpu_kernels: GpuKernels = "triton"
+    shared_experts: SharedExperts = "inside"
+    weight_prefetch: WeightPrefetch = "off"
 
     def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
         return Problem(

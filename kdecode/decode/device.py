@@ -1,7 +1,7 @@
 """What the decode paths ask of a device: its architecture, to be the current one, to be done.
 
-Owns the only calls of `torch.cuda` beside graphs and staging. Nothing here needs a GPU to be
-imported, and for the CPU nothing happens.
+Owns the only calls of `torch.cuda` beside graphs, streams and staging. Nothing here needs a GPU to
+be imported, and for the CPU nothing happens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """CUDA graphs: the launches of a plan, recorded once and replayed by one call.
 
-Owns warming up (whatever a first launch does is done before), recording and which range of steps a
-graph is for. A replay reads the inputs where the recorded launches did, in the plan's own buffers,
-so that other requests, slots and positions need nothing of the host but `load_inputs`. Does not
-know ops.
+Owns warming up (whatever a first launch does is done before), recording, on as many streams as a
+plan has (`streams`), and which range of steps a graph is for. A replay reads the inputs where the
+recorded launches did, in the plan's own buffers, so that other requests, slots and positions need
+nothing of the host but `load_inputs`. Does not know ops.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import torch
 from kdecode.decode.latency_cuda import LAUNCHED_AS
 from kdecode.decode.plan import DecodePlan
 from kdecode.decode.staging import Staging
+from kdecode.decode.streams import SideStreams
 
 # Steps begin .. end - 1.
 StepRange = tuple[int, int]
 
 
 class GraphPool:
-    """The memory that the graphs of one engine share: no two of them run at a time."""
+    """What the graphs of one engine share, as no two of them run at a time: memory and streams."""
 
     def __init__(self) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
         self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.sides = SideStreams()
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Runs it where it will be recorded, and waits for it."""
@@ -58,17 +60,18 @@ class GraphPool:
 def capture(plan: DecodePlan, pool: GraphPool, ranges: Sequence[StepRange] = ()) -> DecodePlan:
     """The plan with a graph of all of its steps, and of each of ``ranges``.
 
-    Other ranges are launched step by step. The plan runs once before, on slot 0 and page 0 of its
-    caches: they must be free, and the slots are cleared again.
+    Other ranges are launched step by step, on one stream. The plan runs once before, on slot 0 and
+    page 0 of its caches: they must be free, and the slots are cleared again.
     """
     made_up_inputs(plan.buffers.staging, plan.rows_per_request)
     pool.warm_up(lambda: _warm_up(plan))
     if plan.buffers.caches.conv:
         plan.buffers.caches.clear_slot(0)
-    graphs = {
-        span: pool.record(lambda span=span: _launch(plan, *span))  # type: ignore[misc]
-        for span in {(0, len(plan.steps)), *ranges}
-    }
+
+    def record(begin: int, end: int) -> Any:
+        return pool.record(lambda: pool.sides.launch(plan.steps[begin:end]))
+
+    graphs = {span: record(*span) for span in {(0, len(plan.steps)), *ranges}}
 
     def launch(begin: int, end: int) -> None:
         graph = graphs.get((begin, end))

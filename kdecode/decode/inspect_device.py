@@ -21,6 +21,7 @@ from kdecode.decode.device import on_device, wait_for
 from kdecode.decode.graph import GraphPool
 from kdecode.decode.inspect import PlanCost, PlanProbe, StepCost
 from kdecode.decode.plan import DecodePlan
+from kdecode.decode.streams import SideStreams
 from kdecode.decode.traffic import runs_experts
 from kdecode.decode.tune import Tuned, tune
 from kdecode.model.layout import PackedModel
@@ -67,13 +68,14 @@ class DevicePlanProbe(PlanProbe):
 
     def _measured(self, runs: int, experts: list[int | None]) -> PlanCost:
         pool, cold = GraphPool(), torch.ones(_COLD_BYTES // 4, device=self._device)
+        sides = SideStreams()
         # All of it first: times with and without a graph could not be told apart from one another.
-        whole = _record(pool, self._first(len(self._plan.steps)))
+        whole = _record(pool, self._first(len(self._plan.steps), sides))
         how = f"timed without a CUDA graph: {whole}" if isinstance(whole, str) else _AS_GRAPH
         steps: list[StepCost] = []
         spent, launched = 0.0, 0
         for index, step in enumerate(self._plan.steps):
-            run, launches = self._first(index + 1), None
+            run, launches = self._first(index + 1, sides), None
             if how == _AS_GRAPH:
                 graph = _record(pool, run)
                 run, total = graph.replay, _num_nodes(graph)
@@ -91,14 +93,10 @@ class DevicePlanProbe(PlanProbe):
             timed_as=how,
         )
 
-    def _first(self, count: int) -> Callable[[], None]:
-        """Launches so many steps, from the first on."""
-
-        def run() -> None:
-            for step in self._plan.steps[:count]:
-                step.run()
-
-        return run
+    def _first(self, count: int, sides: SideStreams) -> Callable[[], None]:
+        """Launches so many steps, from the first on, each on its stream."""
+        steps = self._plan.steps[:count]
+        return lambda: sides.launch(steps)
 
     def _run_once(self) -> list[int | None]:
         """Distinct experts of the steps that run some; everything is compiled and loaded then."""

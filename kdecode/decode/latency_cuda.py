@@ -17,27 +17,27 @@ from typing import Any
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows, kept_lines
 from kdecode.config import ModelConfig
-from kdecode.decode import gpu_kernels, latency_cuda_ranks
+from kdecode.decode import gpu_kernels, latency_cuda_ranks, side_steps
 from kdecode.decode.buffers import (
     INT32,
     device_buffers,
     input_buffers,
     row_effects,
-    turn_buffers,
     value_buffers,
 )
 from kdecode.decode.cuda_use import Use, attention, layer_use, mix, mla_ops, project
 from kdecode.decode.deployment import Deployment
 from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
+from kdecode.decode.side_steps import SideSteps
 from kdecode.decode.staging import Staging, stage_inputs
 from kdecode.decode.step_check import StepLimits
+from kdecode.decode.streams import MAIN
 from kdecode.kernels import table
 from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.common.mix_norm import STAGES, Place, mix_norm_of
-from kdecode.kernels.contract import Buffers, PlanMemory, Prepared
+from kdecode.kernels.contract import Buffers, PlanMemory, Prepared, Problem
 from kdecode.kernels.embed_norm.op import EmbedWeights
 from kdecode.model.layout import PackedMlp, PackedModel
-from kdecode.parallel.ranks import Ranks
 
 # The oldest architecture that the kernels are compiled and tested for.
 OLDEST_ARCH = 90
@@ -52,6 +52,7 @@ _COMMIT_NOTE = (
 def refuse(deployment: Deployment, rows: int, rows_per_request: int) -> list[str]:
     """Reasons of the device and of each op. rows: of the largest plan."""
     reasons = [*_refuse_device(deployment), *gpu_kernels.refuse(deployment)]
+    reasons += side_steps.refuse(deployment)
     if find_spec("triton") is None:
         reasons.append(
             "The CUDA plan is made of Triton kernels and Triton is not installed here; install the "
@@ -79,14 +80,13 @@ def describe(
         *input_buffers(rows, deployment.max_pages),
         *value_buffers(config, rows, deployment.ranks),
         *device_buffers(config, rows),
-        *turn_buffers(config, rows, deployment.rotation_scale),
         *latency_cuda_ranks.part_buffers(config, rows, deployment.ranks),
         *latency_cuda_ranks.more_buffers(config, rows, deployment.ranks),
     )
     names = frozenset(spec.name for spec in specs)
     is_verify = rows_per_request > 1 and "kda" in config.layer_kinds
-    uses = list(_uses(packed, deployment.ranks))
-    problems = [deployment.problem(use.layer, rows, rows_per_request) for use in uses]
+    uses = list(_uses(packed, deployment))
+    problems = [_problem(deployment, use, rows, rows_per_request) for use in uses]
     ops = [use.contract.name for use in uses]
     chosen = gpu_kernels.choose(deployment, ops, problems)
     steps = zip(uses, chosen.implementations, strict=True)
@@ -101,7 +101,7 @@ def describe(
         buffers=Buffers(),
         launch=cannot_run,
         launched_as=LAUNCHED_AS,
-        notes=(*committed, *chosen.notes),
+        notes=(*committed, *chosen.notes, *side_steps.notes(deployment, uses)),
     )
 
 
@@ -132,10 +132,12 @@ def build(
     if each > 1:
         buffers.effects = row_effects(deployment.config, rows, memory)
     steps = []
-    for step, use in zip(described.steps, _uses(packed, deployment.ranks), strict=True):
-        problem = deployment.problem(use.layer, rows, each)
+    for step, use in zip(described.steps, _uses(packed, deployment), strict=True):
+        problem = _problem(deployment, use, rows, each)
         implementation = table.implementation(step.op, step.impl)
-        prepared = implementation.prepare(problem, use.weights, buffers)
+        prepared: Any = implementation.prepare(problem, use.weights, buffers)
+        if use.stream != MAIN or use.waits_for:
+            prepared = prepared.late()
         steps.append(replace(step, run=prepared.run, prepared=prepared))
     commit = _build_commit(deployment, buffers, rows, each) if each > 1 else None
     return replace(described, steps=tuple(steps), buffers=buffers, launch=None, commit=commit)
@@ -160,6 +162,7 @@ def _distinct_ops(deployment: Deployment, rows_per_request: int) -> list[tuple[s
     first: dict[str, int | None] = {"embed_norm": 0, "projection": None, "mix_norm": None}
     if not deployment.ranks.is_alone:
         first |= dict.fromkeys(latency_cuda_ranks.OPS)
+    first |= dict.fromkeys(side_steps.ops(deployment))
     for layer, kind in enumerate(config.layer_kinds):
         ops = ["kda_core"] if kind == "kda" else list(mla_ops(config))
         ops.append("attn_join")
@@ -175,12 +178,12 @@ def _distinct_ops(deployment: Deployment, rows_per_request: int) -> list[tuple[s
 _MIXTURE = ("moe_gate", "expert_up", "expert_down")
 
 
-def _uses(packed: PackedModel, ranks: Ranks) -> Iterator[Use]:
+def _uses(packed: PackedModel, deployment: Deployment) -> Iterator[Use]:
     """Every step of a plan, in order."""
-    if not ranks.is_alone:
-        yield from latency_cuda_ranks.uses(packed, ranks)
+    if not deployment.ranks.is_alone:
+        yield from latency_cuda_ranks.uses(packed, deployment.ranks)
         return
-    config = packed.config
+    config, sides = packed.config, SideSteps.of(deployment, packed)
     first = mix_norm_of(config, "attn", 0, packed.layers[0])
     yield Use(
         contract=table.contract("embed_norm"),
@@ -190,39 +193,51 @@ def _uses(packed: PackedModel, ranks: Ranks) -> Iterator[Use]:
         more_bytes=packed.embed.shape[1] * packed.embed.element_size(),
     )
     for layer, entry in enumerate(packed.layers):
-        yield from attention(config, layer, entry)
-        yield from _join(packed, layer, "attn_join", (entry.attention.o_proj,))
-        yield from _mlp(packed, layer)
+        projected, *core = attention(config, layer, entry)
+        yield projected
+        yield from sides.before_core(layer)
+        yield from core
+        yield from _join(sides, layer, "attn_join", (entry.attention.o_proj,))
+        yield from _mlp(sides, layer)
     names = ("head_in", "logits")
     yield project(None, "head", packed.head, names, is_head=True)
 
 
-def _mlp(packed: PackedModel, layer: int) -> Iterator[Use]:
-    config, entry = packed.config, packed.layers[layer]
+def _mlp(sides: SideSteps, layer: int) -> Iterator[Use]:
+    config, entry = sides.packed.config, sides.packed.layers[layer]
     mlp = entry.mlp
     if isinstance(mlp, PackedMlp):
         yield layer_use(config, "dense_up", layer, entry, (mlp.gate_up,))
-        yield from _join(packed, layer, "dense_join", (mlp.down,))
+        yield from _join(sides, layer, "dense_join", (mlp.down,))
         return
     gate_up = None if mlp.shared is None else mlp.shared.gate_up
     down = None if mlp.shared is None else mlp.shared.down
-    yield layer_use(config, "moe_gate", layer, entry, (mlp.router, mlp.latent_down, gate_up))
+    yield from sides.before_gate(layer)
+    read = (mlp.router, mlp.latent_down, gate_up)
+    yield sides.gate(layer_use(config, "moe_gate", layer, entry, read))
     expert, count = mlp.experts[0], config.moe.top_k
     yield layer_use(config, "expert_up", layer, entry, (expert.gate_up,) * count)
     yield layer_use(config, "expert_down", layer, entry, (expert.down,) * count)
-    yield from _join(packed, layer, "moe_join", (mlp.latent_up, down))
+    yield from _join(sides, layer, "moe_join", (mlp.latent_up, down))
 
 
 def _join(
-    packed: PackedModel,
+    sides: SideSteps,
     layer: int,
     op: str,
     matrices: tuple[Matrix | None, ...],
 ) -> Iterator[Use]:
     """The end of a block, then the mix and norm of the next one."""
-    config, entry = packed.config, packed.layers[layer]
-    yield layer_use(config, op, layer, entry, matrices)
-    yield mix(packed, *_next_block(config, layer, op))
+    config, entry = sides.packed.config, sides.packed.layers[layer]
+    yield sides.join(layer_use(config, op, layer, entry, matrices))
+    place, owner = _next_block(config, layer, op)
+    yield from sides.before_mix(place, owner)
+    yield mix(sides.packed, place, owner)
+
+
+def _problem(deployment: Deployment, use: Use, rows: int, rows_per_request: int) -> Problem:
+    problem = deployment.problem(use.layer, rows, rows_per_request)
+    return problem if use.config is None else replace(problem, config=use.config)
 
 
 def _next_block(config: ModelConfig, layer: int, op: str) -> tuple[Place, int | None]:
@@ -252,6 +267,8 @@ def _describe_step(use: Use, impl: str, config: ModelConfig, names: frozenset[st
         tolerance=contract.tolerance,
         weight_bytes=use.more_bytes + sum(m.num_bytes for m in use.matrices if m is not None),
         exchanges=use.exchanges,
+        stream=use.stream,
+        waits_for=use.waits_for,
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kdecode.config import ModelConfig
 from kdecode.decode.latency_cuda import launches
 from kdecode.decode.plan import DecodePlan, Step
+from kdecode.decode.streams import MAIN, stream_text
 
 if TYPE_CHECKING:
     from kdecode.kernels.common.triton_compile import Resources
@@ -29,8 +30,8 @@ class LaunchLine:
     """One launch of a plan. layer: of its first stage. tile: what the kernel's constants choose.
 
     begins_early: while the launch before it runs. moves: of an exchange between ranks, which is no
-    launch of ours: the values, and the bytes that each rank gives of a row. compiled: what a
-    program takes; None where nothing was compiled.
+    launch of ours: the values, and the bytes that each rank gives of a row. stream, waits_for: as
+    the plan's step has them. compiled: what a program takes; None where nothing was compiled.
     """
 
     layer: int | None
@@ -45,17 +46,14 @@ class LaunchLine:
     tile: Mapping[str, int]
     weight_bytes: int
     moves: str = ""
+    stream: str = MAIN
+    waits_for: tuple[str, ...] = ()
     compiled: Resources | None = None
 
 
 def launch_lines(plan: DecodePlan) -> list[LaunchLine]:
     """The launches and exchanges of a plan that was built, in order; a commit's come last."""
     return [_line(step, launch) for step, launch in _launches(plan)]
-
-
-def step_lines(steps: Sequence[Step]) -> list[LaunchLine]:
-    """The same of steps that are no plan's."""
-    return [_line(step, launch) for step, launch in _of_steps(steps)]
 
 
 def compile_lines(
@@ -65,42 +63,25 @@ def compile_lines(
 
     folder: where results are kept. Raises CompileError for what cannot be compiled.
     """
-    return _compiled(list(_launches(plan)), arch, folder, processes)
-
-
-def compile_steps(
-    steps: Sequence[Step], arch: str, folder: Path, processes: int = 1
-) -> list[LaunchLine]:
-    """`step_lines`, compiled as a plan is."""
-    return _compiled(list(_of_steps(steps)), arch, folder, processes)
-
-
-def _compiled(
-    launched: Sequence[tuple[Step | None, Any]], arch: str, folder: Path, processes: int
-) -> list[LaunchLine]:
     from kdecode.kernels.common.compiled_launches import resources_of
 
-    every = [launch for _, launch in launched if launch is not None]
+    every = [launch for _, launch in _launches(plan) if launch is not None]
     taken = iter(resources_of(every, arch, folder, processes))
-    lines = [_line(step, launch) for step, launch in launched]
+    lines = launch_lines(plan)
     return [line if line.moves else replace(line, compiled=next(taken)) for line in lines]
 
 
 def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
     """Each launch with its step; with None those of the commit. An exchange has None."""
-    yield from _of_steps(plan.steps)
     # A plan's own launches are those of its steps, in order, before any of the commit.
-    own = sum(launch is not None for _, launch in _of_steps(plan.steps))
-    yield from ((None, launch) for launch in launches(plan)[own:])
-
-
-def _of_steps(steps: Sequence[Step]) -> Iterator[tuple[Step, Any]]:
-    for step in steps:
+    every = iter(launches(plan))
+    for step in plan.steps:
         # A `TritonStep`, whose module cannot be imported without Triton, or a `CuteStep`.
         prepared: Any = step.prepared
-        yield from ((step, launch) for launch in prepared.launches)
+        yield from ((step, next(every)) for _ in prepared.launches)
         if step.exchanges:
             yield step, None
+    yield from ((None, launch) for launch in every)
 
 
 def _line(step: Step | None, launch: Any) -> LaunchLine:
@@ -123,6 +104,8 @@ def _line(step: Step | None, launch: Any) -> LaunchLine:
             if key.startswith(_TILE_NAMES) and isinstance(value, int)
         },
         weight_bytes=0 if step is None else step.weight_bytes or 0,
+        stream=MAIN if step is None else step.stream,
+        waits_for=() if step is None else step.waits_for,
     )
 
 
@@ -191,7 +174,9 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
     """
     columns = [column for group in groups for column in group.columns]
     is_compiled = any(line.compiled is not None for column in columns for line in column)
+    has_streams = any(line.stream != MAIN for column in columns for line in column)
     head = ["layers", "op", "impl", "kernel", "grid", "warps", "stages", "early", "tile"]
+    head += ["stream"] if has_streams else []
     head += ["registers", "spilled", "shared"] if is_compiled else []
     rows = [(*head, "covers")]
     for group in groups:
@@ -209,6 +194,8 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
                 first.moves
                 or tile_text({n: _all(str(line.tile[n]) for line in column) for n in first.tile}),
             ]
+            if has_streams:
+                cells.append(stream_text(first.stream, first.waits_for))
             if is_compiled:
                 found = [line.compiled for line in column if line.compiled]
                 cells += most_taken(found) if found else ["-"] * 3

@@ -15,6 +15,7 @@ import torch
 
 from kdecode.cache.open_rows import KeptRows
 from kdecode.config import ModelConfig
+from kdecode.decode.streams import MAIN, find_race, stream_text
 from kdecode.kernels.contract import Buffers, Prepared, Tolerance
 from kdecode.model.rank_share import Exchanged
 from kdecode.model.stages import model_stages
@@ -48,7 +49,8 @@ class Step:
     layers: the layer of each covered stage's group, None before and after the stack. covers: stage
     names in order. weight_bytes: packed weights that one run reads at one row; None when not known.
     prepared: what ``run`` belongs to, where that says more than how to run it (a kernel's launch).
-    exchanges: of several ranks, the values that each exchange of the step has, in order.
+    exchanges: of several ranks, the values that each exchange of the step has, in order. stream:
+    where the step runs when a plan is recorded, and waits_for: other streams; `decode.streams`.
     """
 
     layers: tuple[int | None, ...]
@@ -62,6 +64,8 @@ class Step:
     weight_bytes: int | None = None
     prepared: Prepared | None = None
     exchanges: tuple[tuple[Exchanged, ...], ...] = ()
+    stream: str = MAIN
+    waits_for: tuple[str, ...] = ()
 
     @property
     def stages(self) -> tuple[tuple[int | None, str], ...]:
@@ -95,7 +99,8 @@ class DecodePlan:
         self.validate()
 
     def validate(self) -> None:
-        """Raises PlanError unless each (layer, stage) is covered once, in order, and fed."""
+        """Raises PlanError unless each (layer, stage) is covered once, in order, and fed, and no
+        two steps on different streams use a buffer at once."""
         expected = model_stages(self.config)
         covered = [stage for step in self.steps for stage in step.stages]
         for position, (want, have) in enumerate(zip(expected, covered, strict=False)):
@@ -123,6 +128,9 @@ class DecodePlan:
                         f"step {index} ({step.op}) reads {name} before any step wrote it"
                     )
             written.update(step.writes)
+        race = find_race(self.steps)
+        if race is not None:
+            raise PlanError(race)
 
     def run(self) -> None:
         """All steps, in order."""
@@ -142,17 +150,21 @@ class DecodePlan:
             entry.run()
 
     def explain(self) -> str:
-        """One line a step: layer, op, implementation, weight bytes of one row, stages covered.
+        """One line a step: layer, op, implementation, weight bytes of one row, stages covered;
+        where there are several also its stream.
 
         Of several ranks also what each gives the others of one row, and how much that is a layer.
         """
         has_exchanges = any(step.exchanges for step in self.steps)
-        heads = ("exchanged bytes",) if has_exchanges else ()
+        has_streams = any(step.stream != MAIN for step in self.steps)
+        heads: tuple[str, ...] = ("exchanged bytes",) if has_exchanges else ()
+        heads += ("stream",) if has_streams else ()
         rows = [("step", "layer", "op", "impl", "weight bytes", *heads, "covers")]
         for index, step in enumerate(self.steps):
             layer = "-" if step.layers[0] is None else str(step.layers[0])
             size = "-" if step.weight_bytes is None else f"{step.weight_bytes:,}"
-            given = (_exchange_text(step.exchanges),) if has_exchanges else ()
+            given: tuple[str, ...] = (_exchange_text(step.exchanges),) if has_exchanges else ()
+            given += (stream_text(step.stream, step.waits_for),) if has_streams else ()
             covers = " ".join(step.covers)
             rows.append((str(index), layer, step.op, step.impl, size, *given, covers))
         row_text = "any number of rows"

@@ -358,6 +358,8 @@ def deployment_of(
         context=WHOLE if ranks.is_alone else context_of(engine, ranks),
         gpu_exchange=engine.gpu_exchange,
         gpu_kernels=engine.gpu_kernels,
+        shared_experts=engine.shared_experts,
+        weight_prefetch=engine.weight_prefetch,
     )
 
 

@@ -97,12 +97,18 @@ def check_steps(
     pending = list(oracle.steps)
     moved = {r.slot: len(r.token_ids) for r in batch.requests if r.is_verify}
     count = plan.config.num_layers if num_layers is None else num_layers
+    # What steps without a stage have written.
+    ahead = set[str]()
     for index, step in enumerate(plan.steps):
         layer = step.layers[0]
         if num_layers is not None and (layer if layer is not None else index) >= num_layers:
             break
+        coming = {name for other in pending[: len(step.stages)] for name in other.writes}
+        # Of a stage that ends here, by a step before: the oracle has not made it yet.
+        made = [name for name in step.reads if name in ahead & coming]
         for name in step.reads:
-            _give(plan.buffers, oracle.buffers, name)
+            if name not in made:
+                _give(plan.buffers, oracle.buffers, name)
         step.run()
         written = set[str]()
         for stage in step.stages:
@@ -111,11 +117,12 @@ def check_steps(
                 raise PlanError(f"The oracle's step {other.op} is not the one stage {stage}.")
             other.run()
             written.update(other.writes)
-        for name in step.writes:
+        for name in (*step.writes, *made):
             # Weights are compared with the experts that they belong to.
             if name in written and name != "route_weights":
                 yield _check_buffer(plan, oracle, index, step, name, parameters)
         yield from _check_state(plan, oracle, index, step, batch, has_moved=not moved)
+        ahead = ahead - {*made} if step.stages else ahead | {*step.writes}
     plan.buffers.caches.commit(moved)
     for index, step in enumerate(plan.steps if moved else ()):
         layer = step.layers[0]

@@ -95,6 +95,8 @@ def describe_launches(
         ranks=ranks,
         gpu_exchange=engine.gpu_exchange,
         gpu_kernels=engine.gpu_kernels,
+        shared_experts=engine.shared_experts,
+        weight_prefetch=engine.weight_prefetch,
     )
     packed = outline_model(config, "rows", "mxfp4_rows", ranks)
     plan = latency_specialized.build(

@@ -327,6 +327,8 @@ class LLM:
             "lossless_packing": engine.lossless_packing,
             "trunk_format": engine.trunk_format,
             "gpu_kernels": engine.gpu_kernels,
+            "shared_experts": engine.shared_experts,
+            "weight_prefetch": engine.weight_prefetch,
             "weights_differ_from_checkpoint": engine.changes_weights,
             "threads": engine.resolved_threads(),
             "tensor_parallel_size": engine.tensor_parallel_size,

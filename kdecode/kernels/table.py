@@ -65,13 +65,9 @@ _TRITON = (
     "moe_gate",
     "expert_up",
     "expert_down",
+    "prefetch",
     "route",
     "experts",
-    # Of a draft, outside its stack of layers.
-    "draft_context",
-    "draft_insert",
-    "draft_choice",
-    "draft_confidence",
     # Of several ranks.
     "embed_part",
     "rank_whole",
@@ -86,6 +82,8 @@ TABLE: dict[tuple[str, str], str] = {
     **{(op, "triton"): f"kdecode.kernels.{op}.triton_impl" for op in _TRITON},
     ("exchange", "device"): "kdecode.kernels.exchange.device",
     ("projection_part", "triton"): "kdecode.kernels.projection.triton_impl",
+    ("shared_up", "triton"): "kdecode.kernels.dense_up.triton_impl",
+    ("shared_down", "triton"): "kdecode.kernels.projection.triton_impl",
     **{(op, "cute"): f"kdecode.kernels.{op}.cute_impl" for op in _CUTE},
 }
 

@@ -2,7 +2,8 @@
 
 In pytest's process Triton may be the interpreter, which has no compiler. Arguments: the folder of
 kept results, then cases as ``ARCH/SIZE/ROWS/ROWS-OF-A-REQUEST``, with ``/ranks`` behind it for the
-plan of one of so many ranks. Prints one JSON document.
+plan of one of so many ranks, ``/sides`` for one with launches beside its stream. Prints one JSON
+document.
 """
 
 from __future__ import annotations
@@ -36,10 +37,19 @@ def share_plan(
     gpu_kernels: GpuKernels = "triton",
     *,
     exchanges: bool = False,
+    sides: bool = False,
 ) -> DecodePlan:
-    """The plan of one rank's share of the whole model; exchanges: with those of the ranks."""
+    """The plan of one rank's share of the whole model; exchanges: with those of the ranks; sides:
+    with all that can run beside a plan's stream."""
     ranks = Ranks(0, size) if exchanges else ALONE
-    engine = EngineConfig(device="cuda", max_context_tokens=131_072, gpu_kernels=gpu_kernels)
+    engine = EngineConfig(
+        device="cuda",
+        decode_backend="latency_specialized",
+        max_context_tokens=131_072,
+        gpu_kernels=gpu_kernels,
+        shared_experts="stream" if sides else "inside",
+        weight_prefetch="l2" if sides else "off",
+    )
     config = share_of(ModelConfig.from_checkpoint(kimi_k3()), size)
     return describe_launches(config, engine, arch, rows, each, ranks)
 
@@ -66,8 +76,9 @@ def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
 
 
 def _plan_of(case: str) -> DecodePlan:
-    arch, size, rows, each, *ranks = case.split("/")
-    return share_plan(arch, int(size), int(rows), int(each), exchanges=bool(ranks))
+    arch, size, rows, each, *form = case.split("/")
+    sizes = int(size), int(rows), int(each)
+    return share_plan(arch, *sizes, exchanges="ranks" in form, sides="sides" in form)
 
 
 def _name(line: LaunchLine) -> tuple[str, str]:

@@ -7,6 +7,7 @@ its tensors on the CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from native_cases import FP8_SCALE, PAGE_TOKENS, Loaded, fill, make_requests
@@ -84,8 +85,10 @@ def build(
     each: int = 1,
     memory: PlanMemory | None = None,
     gpu_kernels: GpuKernels = "triton",
+    **settings: Any,
 ) -> DecodePlan:
-    where = deployment(loaded.packed.config, caches.cache_dtype, gpu_kernels)
+    """settings: other fields of `Deployment`."""
+    where = replace(deployment(loaded.packed.config, caches.cache_dtype, gpu_kernels), **settings)
     return latency_specialized.build(where, loaded.packed, caches, rows, each, memory)
 
 

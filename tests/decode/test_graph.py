@@ -6,7 +6,7 @@ The pool here keeps what it was given and runs it again where a GPU would replay
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from kdecode.decode.plan import DecodePlan, Step
 from kdecode.decode.runner import load_inputs
 from kdecode.decode.staging import stage_inputs
 from kdecode.decode.step_tensors import decode_rows
+from kdecode.decode.streams import SideStreams
 from kdecode.decode.verify import copy_caches
 from kdecode.kernels.contract import Buffers, PlanMemory
 from kdecode.model.outline import outline_model
@@ -49,6 +50,7 @@ class Pool:
 
     buffers: Buffers
     recorded: int = 0
+    sides: SideStreams = field(default_factory=SideStreams)
 
     def warm_up(self, run: Callable[[], None]) -> None:
         run()

@@ -11,7 +11,7 @@ on tensors of the CPU, one program after another: no kernel may wait for another
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,15 @@ class TritonStep:
     def run(self) -> None:
         for launch in self.launches:
             launch.run()
+
+    def late(self) -> TritonStep:
+        """The same, with launches that begin when all is over that they come after.
+
+        For a step beside which another stream runs: what a launch would begin early after is the
+        one before it on its own stream.
+        """
+        first, *others = (replace(launch, begins_early=False) for launch in self.launches)
+        return replace(self, launch=first, then=tuple(others))
 
 
 def row_block(rows: int) -> int:

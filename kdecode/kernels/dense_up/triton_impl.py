@@ -20,6 +20,7 @@ from kdecode.kernels.common.triton_launch import (
 from kdecode.kernels.common.triton_ops import gated, round_bf16, to_bf16
 from kdecode.kernels.common.triton_product import product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.dense_up.op import UpWeights
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -28,15 +29,16 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
-    """weights: a `PackedLayer` whose ``mlp`` is a `PackedMlp`, its matrices in "rows"."""
+    """weights: `UpWeights`, or a `PackedLayer` whose ``mlp`` is a `PackedMlp`; in "rows"."""
+    up = weights if isinstance(weights, UpWeights) else UpWeights(weights.mlp.gate_up)
     config, rows = problem.config, plan_rows(problem)
-    width, inner = config.dense_width, config.hidden_size
+    width, inner = up.gate_up.rows // 2, config.hidden_size
     tile = product_tile("dense_up", problem.arch, rows, width, inner)
-    source, out = buffers["mlp_in"], buffers["dense_product"]
+    source, out = buffers["mlp_in"], buffers[up.output]
     arguments = {
         "x": tensor_for(source, torch.bfloat16, (rows, inner), name="mlp_in"),
-        "weight": row_major(weights.mlp.gate_up, (2 * width, inner), "the dense gate and up"),
-        "out": tensor_for(out, torch.bfloat16, (rows, width), name="dense_product"),
+        "weight": row_major(up.gate_up, (2 * width, inner), f"the gate and up of {up.output}"),
+        "out": tensor_for(out, torch.bfloat16, (rows, width), name=up.output),
         "beta": config.activation.beta or 0.0,
         "bound": config.activation.linear_beta or 0.0,
         "rows": rows,

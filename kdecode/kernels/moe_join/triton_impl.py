@@ -27,6 +27,7 @@ from kdecode.kernels.common.triton_launch import (
 from kdecode.kernels.common.triton_ops import round_bf16, to_bf16, wait_for_previous
 from kdecode.kernels.common.triton_product import FEW_ROWS, product, product_rows, product_tile
 from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.moe_join.op import SharedMade
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -37,8 +38,11 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
-    """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its matrices in "rows"."""
-    config, rows, moe = problem.config, plan_rows(problem), weights.mlp
+    """weights: a `PackedLayer` whose ``mlp`` is a `PackedMoe`, its matrices in "rows"; `SharedMade`
+    of one whose shared experts have been run."""
+    is_made = isinstance(weights, SharedMade)
+    moe = (weights.layer if is_made else weights).mlp
+    config, rows = problem.config, plan_rows(problem)
     width = config.hidden_size
     side = config.moe.latent_width or width
     tile = product_tile("moe_join", problem.arch, rows, width, side)
@@ -52,11 +56,12 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         "eps": config.rms_eps,
         "rows": rows,
         **_latents(problem, moe, buffers),
-        **_shared(problem, moe, buffers),
+        **_shared(problem, moe, buffers, is_made=is_made),
     }
     constants = {
         "SIDE": side,
         "SHARED": config.moe.shared_width,
+        "IS_MADE": is_made,
         "HAS_LATENTS": moe.latent_up is not None,
         "NORM": moe.latent_norm is not None,
         "NUM_SQUARES": num_squares(config, rows),
@@ -93,19 +98,19 @@ def _latents(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
     return found
 
 
-def _shared(problem: Problem, moe: Any, buffers: Buffers) -> dict[str, Tensor]:
-    """The down projection of the shared experts; without them nothing of it is read or written."""
+def _shared(problem: Problem, moe: Any, buffers: Buffers, *, is_made: bool) -> dict[str, Tensor]:
+    """The shared experts' product and down projection, or their value where it has been made;
+    without them nothing of it is read or written."""
     rows, width, unused = plan_rows(problem), problem.config.hidden_size, buffers["prefix"]
     inner = problem.config.moe.shared_width
-    if not inner:
-        return {"shared_product": unused, "shared_down": unused, "shared": unused}
-    return {
-        "shared_product": tensor_for(
-            buffers["shared_product"], BF16, (rows, inner), name="shared_product"
-        ),
-        "shared_down": row_major(moe.shared.down, (width, inner), "the shared down matrix"),
-        "shared": tensor_for(buffers["shared"], BF16, (rows, width), name="shared"),
-    }
+    found = {"shared_product": unused, "shared_down": unused, "shared": unused}
+    if inner:
+        found["shared"] = tensor_for(buffers["shared"], BF16, (rows, width), name="shared")
+    if inner and not is_made:
+        product, down = buffers["shared_product"], moe.shared.down
+        found["shared_product"] = tensor_for(product, BF16, (rows, inner), name="shared_product")
+        found["shared_down"] = row_major(down, (width, inner), "the shared down matrix")
+    return found
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -124,6 +129,7 @@ def moe_join(
     rows,
     SIDE: tl.constexpr,
     SHARED: tl.constexpr,
+    IS_MADE: tl.constexpr,
     HAS_LATENTS: tl.constexpr,
     NORM: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
@@ -161,7 +167,9 @@ def moe_join(
     else:
         wait_for_previous()
         delta = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    if SHARED > 0:
+    if IS_MADE:
+        delta += tl.load(shared + at, mask=inside, other=0.0).to(tl.float32)
+    elif SHARED > 0:
         acc = product(
             shared_product,
             shared_down,

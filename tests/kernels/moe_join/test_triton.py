@@ -6,6 +6,9 @@ values of the reference: they are made here, like the other inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from expert_cases import block_squares
@@ -21,7 +24,8 @@ from triton_cases import (
     poison_buffers,
 )
 
-from kdecode.kernels.moe_join.op import CONTRACT
+from kdecode.config import ModelConfig
+from kdecode.kernels.moe_join.op import CONTRACT, MADE_CONTRACT, SharedMade
 from kdecode.model import reference as ref
 from kdecode.model.parameters import MoeParameters
 from kdecode.testing.compare import assert_close, bit_equal
@@ -110,3 +114,24 @@ def test_what_is_wrong_with_a_row_stays_in_it(rows: int) -> None:
         assert found[name][1].isnan().all()
     # A hundred times the sums are the same norm, but for the roundings and eps.
     assert_close(found["routed"][2], clean["routed"][2], CONTRACT.tolerance, "routed")
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("form", [k3_config, linear_config])
+def test_shared_experts_that_other_steps_have_run(
+    form: Callable[[], ModelConfig], rows: int
+) -> None:
+    """The bits of the launch that runs them itself; their product is not read."""
+    case = make_case(form())
+    use = join_use(case, "moe_join", 2)
+    whole = chain(case, [use], rows)
+    inputs = random_inputs(case, whole, 0)
+    wanted = run(whole, inputs)
+    names = {"reads": MADE_CONTRACT.reads, "writes": MADE_CONTRACT.writes}
+    other = chain(case, [replace(use, weights=SharedMade(case.packed.layers[2]), **names)], rows)
+    inputs["shared"] = wanted["shared"]
+    del inputs["shared_product"]
+    found = run(other, inputs)
+    for name in ("mlp_delta", "prefix"):
+        bit_equal(found[name], wanted[name], name)
+    assert found["prefix"].isfinite().all()
