@@ -35,11 +35,11 @@ _LOOKS_A_MS = tl.constexpr(1)
 _WAIT = tl.constexpr("""
 {
     .reg .u64 now, end;
-    .reg .s32 seen, gone;
+    .reg .s32 seen, gone, how;
     .reg .pred p;
     mov.u64 end, %globaltimer;
     add.u64 end, end, $4;
-    mov.u32 $0, 0;
+    mov.s32 how, 0;
 again:
     ld.acquire.sys.global.s32 seen, [$1];
     sub.s32 seen, seen, $2;
@@ -51,11 +51,12 @@ again:
     mov.u64 now, %globaltimer;
     setp.lt.u64 p, now, end;
     @p bra again;
-    mov.u32 $0, 1;
+    mov.s32 how, 1;
     bra done;
 given_up:
-    mov.u32 $0, 2;
+    mov.s32 how, 2;
 done:
+    mov.s32 $0, how;
 }
 """)
 
