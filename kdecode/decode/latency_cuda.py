@@ -23,6 +23,7 @@ from kdecode.decode.buffers import (
     device_buffers,
     input_buffers,
     row_effects,
+    turn_buffers,
     value_buffers,
 )
 from kdecode.decode.cuda_use import Use, attention, layer_use, mix, mla_ops, project
@@ -80,6 +81,7 @@ def describe(
         *input_buffers(rows, deployment.max_pages),
         *value_buffers(config, rows, deployment.ranks),
         *device_buffers(config, rows),
+        *turn_buffers(config, rows, deployment.rotation_scale),
         *latency_cuda_ranks.part_buffers(config, rows, deployment.ranks),
         *latency_cuda_ranks.more_buffers(config, rows, deployment.ranks),
     )

@@ -56,6 +56,11 @@ def launch_lines(plan: DecodePlan) -> list[LaunchLine]:
     return [_line(step, launch) for step, launch in _launches(plan)]
 
 
+def step_lines(steps: Sequence[Step]) -> list[LaunchLine]:
+    """The same of steps that are no plan's."""
+    return [_line(step, launch) for step, launch in _of_steps(steps)]
+
+
 def compile_lines(
     plan: DecodePlan, arch: str, folder: Path, processes: int = 1
 ) -> list[LaunchLine]:
@@ -63,25 +68,42 @@ def compile_lines(
 
     folder: where results are kept. Raises CompileError for what cannot be compiled.
     """
+    return _compiled(list(_launches(plan)), arch, folder, processes)
+
+
+def compile_steps(
+    steps: Sequence[Step], arch: str, folder: Path, processes: int = 1
+) -> list[LaunchLine]:
+    """`step_lines`, compiled as a plan is."""
+    return _compiled(list(_of_steps(steps)), arch, folder, processes)
+
+
+def _compiled(
+    launched: Sequence[tuple[Step | None, Any]], arch: str, folder: Path, processes: int
+) -> list[LaunchLine]:
     from kdecode.kernels.common.compiled_launches import resources_of
 
-    every = [launch for _, launch in _launches(plan) if launch is not None]
+    every = [launch for _, launch in launched if launch is not None]
     taken = iter(resources_of(every, arch, folder, processes))
-    lines = launch_lines(plan)
+    lines = [_line(step, launch) for step, launch in launched]
     return [line if line.moves else replace(line, compiled=next(taken)) for line in lines]
 
 
 def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
     """Each launch with its step; with None those of the commit. An exchange has None."""
+    yield from _of_steps(plan.steps)
     # A plan's own launches are those of its steps, in order, before any of the commit.
-    every = iter(launches(plan))
-    for step in plan.steps:
+    own = sum(launch is not None for _, launch in _of_steps(plan.steps))
+    yield from ((None, launch) for launch in launches(plan)[own:])
+
+
+def _of_steps(steps: Sequence[Step]) -> Iterator[tuple[Step, Any]]:
+    for step in steps:
         # A `TritonStep`, whose module cannot be imported without Triton, or a `CuteStep`.
         prepared: Any = step.prepared
-        yield from ((step, next(every)) for _ in prepared.launches)
+        yield from ((step, launch) for launch in prepared.launches)
         if step.exchanges:
             yield step, None
-    yield from ((None, launch) for launch in every)
 
 
 def _line(step: Step | None, launch: Any) -> LaunchLine:

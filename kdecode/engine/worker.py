@@ -29,7 +29,7 @@ from kdecode.engine.sampling import token_logprobs
 from kdecode.engine.scheduler import ScheduledStep
 from kdecode.engine.speculation import Speculation, draft_config, verify_rows
 from kdecode.model.draft_weights import load_draft
-from kdecode.model.layout import PackedModel, pack_matrix, pack_model
+from kdecode.model.layout import PackedModel, pack_matrix, pack_model, to_device
 from kdecode.model.weights import CheckpointReader
 from kdecode.parallel.ranks import ALONE
 
@@ -211,10 +211,10 @@ def whole_ends(
         return packed
     embed, head = packed.embed, packed.head
     if draft.embed is None:
-        embed = reader.load_embed().clone()
+        embed = reader.load_embed().clone().to(engine.device)
     if draft.head is None:
         *_, weight = reader.load_head()
-        head = pack_matrix(weight, trunk_format(engine), engine.isa)
+        head = to_device(pack_matrix(weight, trunk_format(engine), engine.isa), engine.device)
     reader.drop_outside()
     return replace(packed, config=reader.config, embed=embed, head=head)
 

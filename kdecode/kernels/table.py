@@ -68,6 +68,11 @@ _TRITON = (
     "prefetch",
     "route",
     "experts",
+    # Of a draft, outside its stack of layers.
+    "draft_context",
+    "draft_insert",
+    "draft_choice",
+    "draft_confidence",
     # Of several ranks.
     "embed_part",
     "rank_whole",
