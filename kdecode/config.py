@@ -30,6 +30,9 @@ LosslessPacking = Literal["auto", "on", "off"]
 TrunkWeights = Literal["bf16", "int8", "int4"]
 CacheDtype = Literal["bf16", "fp8"]
 GpuKernels = Literal["triton", "cute"]
+# How `torch.compile` treats weights in the arm of `kdecode bench peers` that goes through it: as
+# inputs, or as constants, which it packs for its products.
+CompileForm = Literal["default", "freezing"]
 GpuExchange = Literal["auto", "nccl", "symmetric"]
 SharedExperts = Literal["inside", "stream"]
 WeightPrefetch = Literal["off", "l2"]

@@ -28,6 +28,7 @@ from kdecode.decode.traffic import stage_weight_bytes
 from kdecode.kernels import table
 from kdecode.kernels.attn_res.op import MixWeights
 from kdecode.kernels.common.matrix import Matrix
+from kdecode.kernels.common.opaque import OpaqueOperators
 from kdecode.kernels.common.step import RowEffects
 from kdecode.kernels.contract import Buffers, Exchange, Problem
 from kdecode.kernels.kda_commit.move import move
@@ -60,10 +61,12 @@ def build_auto_plan(
     engine: EngineConfig,
     ranks: Ranks = ALONE,
     exchange: Exchange | None = None,
+    operators: OpaqueOperators | None = None,
 ) -> DecodePlan:
     """The plan of every step that no other backend serves. Run it with `run_standard`.
 
     ranks: of several, ``packed`` is one rank's share; exchange: None for a plan that does not run.
+    operators: for a plan whose steps of single rows are compiled, what it calls as it is.
     """
     config = packed.config
     specs = _buffer_specs(config, ranks)
@@ -72,6 +75,7 @@ def build_auto_plan(
     buffers.exchange = exchange
     buffers.limits = StepLimits.of(config, caches, engine.max_context_tokens, ranks)
     buffers.products = ProductSettings(engine.device, engine.isa)
+    buffers.operators = operators
     builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs), ranks)
     steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
     for layer in range(config.num_layers):
@@ -183,7 +187,15 @@ class _Builder:
         )
 
     def _choose(self, op: str, problem: Problem) -> str:
-        """Triton where the device and the op have it; torch takes everything."""
+        """Triton where the device and the op have it; torch takes everything.
+
+        The form for compilers in a plan for one, where there is another than torch's.
+        """
+        if self.buffers.operators is not None and (op, "compiled") in table.TABLE:
+            reasons = table.implementation(op, "compiled").refuse(problem)
+            if reasons:
+                raise ValueError(f"{op} cannot be compiled: {' '.join(reasons)}")
+            return "compiled"
         if op in _TRITON_OPS and has_triton(self.engine.device):
             reasons = table.implementation(op, "triton").refuse(problem)
             if not reasons:

@@ -20,9 +20,10 @@ from kdecode.cache.batch import StepBatch
 from kdecode.cache.budget import context_of, pages_for
 from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import OpenSpan
-from kdecode.config import ConfigError, EngineConfig, Isa, ModelConfig
+from kdecode.config import CompileForm, ConfigError, EngineConfig, Isa, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import auto, latency_specialized
+from kdecode.decode.compiled import CompiledStep, compile_step
 from kdecode.decode.device import device_arch, has_triton, on_device
 from kdecode.decode.graph import GraphPool, capture
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
@@ -91,11 +92,13 @@ class StepStats:
     """Counts of steps. Decode steps are those with at least one request past its prompt.
 
     recorded_steps: those of the standard path that were a replay of CUDA graphs.
+    compiled_steps: those of it that ran compiled.
     """
 
     decode_steps: Counter[tuple[str, str]] = field(default_factory=Counter)
     prefill_steps: int = 0
     recorded_steps: int = 0
+    compiled_steps: int = 0
 
     @property
     def coverage(self) -> float | None:
@@ -157,6 +160,8 @@ class StepRunner:
                 self.deployment = replace(self.deployment, shared=link.shared)
             with on_device(engine.device):
                 self._plans = self._build_plans(self.deployment, draft)
+        # Of the standard path, what `compile_decode` made, by rows.
+        self._compiled: dict[int, CompiledStep] = {}
         # The standard plan's graphs, by rows.
         self._recorded: dict[int, DecodePlan] = {}
         # Of several ranks a step has exchanges, which nobody has recorded yet.
@@ -226,6 +231,10 @@ class StepRunner:
         elif batch.num_rows in self._recorded and takes(batch):
             logits = self._run_plan(self._recorded[batch.num_rows], batch)
             self.stats.recorded_steps += 1
+        elif batch.num_rows in self._compiled and takes(batch):
+            torch.set_num_threads(self._num_threads)
+            logits = self._compiled[batch.num_rows].run(batch)
+            self.stats.compiled_steps += 1
         else:
             torch.set_num_threads(self._num_threads)
             logits = auto.run_standard(self._standard, batch, self._launch)
@@ -236,6 +245,17 @@ class StepRunner:
         else:
             self.stats.prefill_steps += 1
         return logits
+
+    def compile_decode(self, rows: int, form: CompileForm) -> float:
+        """From now on, standard steps of so many single rows run compiled.
+
+        Returns the seconds that it took. The caches have to be free. Raises CompileError.
+        """
+        with callers_threads():
+            torch.set_num_threads(self._num_threads)
+            step = compile_step(self._packed, self._caches, self.engine, rows, form)
+        self._compiled[rows] = step
+        return step.seconds
 
     def plan(self, rows: int, rows_per_request: int = 1) -> DecodePlan:
         """The plan that serves a decode or verify step of so many rows."""

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdecode.config import EngineConfig, ModelConfig
+from kdecode.config import CompileForm, EngineConfig, ModelConfig
 from kdecode.decode.inspect import PlanCost
 from kdecode.decode.inspect_device import plan_probe
 from kdecode.decode.inspect_draft import DraftCost, inspect_draft
@@ -275,6 +275,7 @@ class LLM:
             "prefill_steps": runner.stats.prefill_steps,
             "coverage": runner.stats.coverage,
             "recorded_steps": runner.stats.recorded_steps,
+            "compiled_steps": runner.stats.compiled_steps,
             "waiting": self._loop.scheduler.num_waiting,
             "running": self._loop.scheduler.num_running,
             "preemptions": self._loop.scheduler.num_preemptions,
@@ -361,6 +362,16 @@ class LLM:
         """The plan that serves a decode step of so many rows; `explain()` prints it."""
         return self._worker.runner.plan(rows)
 
+    def compile_decode(self, rows: int, form: CompileForm) -> float:
+        """From now on, decode steps of so many requests go through `torch.compile`.
+
+        For a comparison's arm, of the standard forward on a CPU: docs/peers.md. Returns the seconds
+        that it took. RequestError while requests are open; CompileError where it cannot be.
+        """
+        self._require_idle("a decode step is compiled")
+        self.reset_prefix_cache()
+        return self._worker.runner.compile_decode(rows, form)
+
     def inspect_decode(
         self, rows: int, context_tokens: int, runs: int, drafts: int = 0
     ) -> PlanCost:
@@ -372,8 +383,7 @@ class LLM:
         """
         if self._worker.leader is not None:
             raise RequestError("The parts of a step are timed on one rank; this model has several.")
-        if self._loop.scheduler.num_waiting or self._loop.scheduler.num_running:
-            raise RequestError("Requests are open; a decode step is inspected on an idle engine.")
+        self._require_idle("a decode step is inspected")
         self.reset_prefix_cache()
         caches, limit = self._worker.caches, self.engine_config.max_context_tokens
         if rows > caches.num_slots or context_tokens + drafts > limit:
@@ -387,6 +397,10 @@ class LLM:
             self._worker.packed, plan, caches, rows * each, context_tokens, threads, each
         ) as probe:
             return probe.measure(runs)
+
+    def _require_idle(self, what: str) -> None:
+        if self._loop.scheduler.num_waiting or self._loop.scheduler.num_running:
+            raise RequestError(f"Requests are open; {what} on an idle engine.")
 
     def inspect_draft(self, context_tokens: int, runs: int) -> DraftCost | None:
         """What a draft's round costs on an idle engine; None where it has no native plan."""

@@ -165,6 +165,7 @@ class Buffers(dict[str, torch.Tensor]):
     has those of all its rows, by layer, and every static plan ``memory``, which it shares with the
     other plans of its engine. ``staging`` is the `decode.staging.Staging` through which the host
     writes the inputs of a plan on a device; None where it writes the buffers themselves.
+    ``operators`` are the `common.opaque.OpaqueOperators` of a plan that a compiler gets.
     Of several ranks, ``exchange`` is the `Exchange` of the standard path and ``shared`` that of
     native steps; None for one rank. ``blocks`` are the `PartBlock`s of a CUDA plan of several.
     """
@@ -178,6 +179,7 @@ class Buffers(dict[str, torch.Tensor]):
     products: Any
     effects: Any
     staging: Any = None
+    operators: Any = None
     exchange: Exchange | None = None
     shared: Any = None
     blocks: Mapping[str, PartBlock]

@@ -75,11 +75,15 @@ _TRITON = (
     "draft_confidence",
     # Of several ranks.
     "embed_part",
+    "rank_join",
     "rank_whole",
 )
 
 # Of these, the ones that a CUDA plan can have in CuTe DSL instead.
 _CUTE = ("projection", "attn_join")
+
+# Ops of the standard path that have another form for `torch.compile`.
+_COMPILED = ("attn_res", "kda_recurrence", "mla_attention", "mlp", "experts")
 
 TABLE: dict[tuple[str, str], str] = {
     **{(op, "cpu"): f"kdecode.kernels.{op}.cpu" for op in _NATIVE},
@@ -90,6 +94,7 @@ TABLE: dict[tuple[str, str], str] = {
     ("shared_up", "triton"): "kdecode.kernels.dense_up.triton_impl",
     ("shared_down", "triton"): "kdecode.kernels.projection.triton_impl",
     **{(op, "cute"): f"kdecode.kernels.{op}.cute_impl" for op in _CUTE},
+    **{(op, "compiled"): f"kdecode.kernels.{op}.compiled_impl" for op in _COMPILED},
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kdecode.kernels.common.activation import GatedActivation, make_gated
 from kdecode.kernels.common.matrix import ROW_FORMATS, Matrix
-from kdecode.kernels.contract import Buffers, Prepared, Problem
+from kdecode.kernels.contract import Buffers, Problem
 from kdecode.kernels.linear.ranked import exchange_of
 from kdecode.kernels.linear.unpack import unpack_rows
 
@@ -26,10 +26,10 @@ def refuse(problem: Problem) -> list[str]:
     return []
 
 
-def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
+def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Experts:
     """weights: the packed mixture of experts."""
     first = weights.experts[0].gate_up
-    return _Experts(
+    return Experts(
         gate_up=tuple(expert.gate_up for expert in weights.experts),
         down=tuple(expert.down for expert in weights.experts),
         activation=make_gated(problem.config.activation, first, buffers.products.isa),
@@ -41,7 +41,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
 
 
 @dataclass(frozen=True)
-class _Experts:
+class Experts:
     gate_up: tuple[Matrix, ...]
     down: tuple[Matrix, ...]
     activation: GatedActivation
@@ -51,7 +51,12 @@ class _Experts:
     buffers: Buffers
 
     def run(self) -> None:
-        x, ids = self.buffers[self.input], self.buffers["route_ids"]
+        buffers = self.buffers
+        inputs = buffers[self.input], buffers["route_ids"], buffers["route_weights"]
+        buffers["expert_sum"] = self.summed(*inputs)
+
+    def summed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [R, L], the experts of each row [R, N] and what each counts there -> [R, L] bf16."""
         rows, top_k = ids.shape
         # Pairs (row, place) by expert; the rows of an expert stay in order.
         by_expert, pairs = ids.flatten().sort(stable=True)
@@ -63,12 +68,9 @@ class _Experts:
         else:
             for expert, own in zip(experts, pairs.split(numbers), strict=True):
                 outputs[own] = self._unpacked(x[own // top_k], expert)
-        weights = self.buffers["route_weights"].unsqueeze(1)  # [R, 1, N]
-        summed = torch.bmm(weights, outputs.float().view(rows, top_k, -1)).squeeze(1)
-        if self.is_part:
-            self.buffers["expert_sum"] = exchange_of(self.buffers).reduce(summed)
-        else:
-            self.buffers["expert_sum"] = summed.to(torch.bfloat16)
+        outputs = outputs.float().view(rows, top_k, -1)
+        summed = torch.bmm(weights.unsqueeze(1), outputs).squeeze(1)
+        return exchange_of(self.buffers).reduce(summed) if self.is_part else summed.bfloat16()
 
     @property
     def _out_dtype(self) -> torch.dtype:

@@ -60,26 +60,18 @@ class _Recurrence:
         qkv = buffers["kda_qkv"].view(-1, 3, self.heads, self.head_dim)
         g, beta = buffers["kda_decay"], buffers["kda_beta"]
         if not step.multi:
-            buffers["kda_out"] = self._single(self._unit(qkv), g, beta).to(torch.bfloat16)
+            buffers["kda_out"] = self._single(unit(qkv), g, beta).to(torch.bfloat16)
             return
         out = torch.empty_like(qkv[:, 2])
         if step.single:
             rows = step.single_rows
-            single = self._single(self._unit(qkv[rows]), g[rows], beta[rows])
+            single = self._single(unit(qkv[rows]), g[rows], beta[rows])
             out.index_copy_(0, rows, single.to(out.dtype))
         for span in step.multi:
             rows = slice(span.first, span.last)
             run = self._verify if span.is_verify else self._prompt
             run(span, qkv[rows], g[rows], beta[rows], out[rows])
         buffers["kda_out"] = out
-
-    def _unit(self, qkv: Tensor) -> Tensor:
-        """qkv [R, 3, H, K] bf16 -> fp32, q and k normalised."""
-        qkv = qkv.float()
-        scale = qkv[:, :2].square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
-        scale[:, 0].mul_(self.head_dim**-0.5)
-        qkv[:, :2].mul_(scale)
-        return qkv
 
     def _prompt(self, span: RequestSpan, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> None:
         """Rows of one request, which move its state. Like `_verify`, fills ``out`` [T, H, V]."""
@@ -91,12 +83,12 @@ class _Recurrence:
             native.delta_rule_chunks(qkv, g, beta, state=state, out=out, isa=isa)
             return
         bound = self.lower_bound
-        read, _ = delta_rule_chunks(self._unit(qkv), g, beta, state=state, lower_bound=bound)
+        read, _ = delta_rule_chunks(unit(qkv), g, beta, state=state, lower_bound=bound)
         out.copy_(read)
 
     def _verify(self, span: RequestSpan, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> None:
         """Rows of one request that only read its state; what each would do to it is noted."""
-        qkv, state, bound = self._unit(qkv), self.states[span.slot].clone(), self.lower_bound
+        qkv, state, bound = unit(qkv), self.states[span.slot].clone(), self.lower_bound
         read, corrections = delta_rule_chunks(qkv, g, beta, state=state, lower_bound=bound)
         out.copy_(read)
         samples = self.buffers["kda_proj"][span.first : span.last, : 3 * self.heads * self.head_dim]
@@ -141,3 +133,12 @@ def delta_rule_step(qkv: Tensor, kept: Tensor, beta: Tensor, state: Tensor) -> T
     state.mul_(kept.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), correction.unsqueeze(1))
     overlap = (q * k).sum(-1, keepdim=True)
     return torch.addcmul(reads[:, 0], overlap, correction)
+
+
+def unit(qkv: Tensor) -> Tensor:
+    """qkv [R, 3, H, K] bf16 -> fp32, q and k normalised."""
+    qkv = qkv.float()
+    scale = qkv[:, :2].square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
+    scale[:, 0].mul_(qkv.shape[-1] ** -0.5)
+    qkv[:, :2].mul_(scale)
+    return qkv

@@ -136,6 +136,14 @@ class Attention:
 
         stored: the rows whose places are given; None for all.
         """
+        query, latent, key_rest, gate = self._parts(proj)
+        if stored is not None:
+            latent, key_rest = latent[stored], key_rest[stored]
+        self.cache.insert(places, self._cache_row(latent, key_rest))
+        return query, gate
+
+    def _parts(self, proj: Tensor) -> tuple[Tensor, ...]:
+        """Columns of the projection: query, latent, the rest of the key, gate."""
         mla = self.mla
         gate_width = mla.num_heads * mla.v_dim if mla.has_output_gate else 0
         sizes = [
@@ -144,12 +152,12 @@ class Attention:
             mla.rope_dim,
             gate_width,
         ]
-        query, latent, key_rest, gate = torch.split(proj, sizes, dim=-1)
-        if stored is not None:
-            latent, key_rest = latent[stored], key_rest[stored]
-        normed = rms_norm(latent, self.weights.kv_norm, mla.latent_norm_eps)
-        self.cache.insert(places, torch.cat([normed, key_rest], dim=-1))
-        return query, gate
+        return torch.split(proj, sizes, dim=-1)
+
+    def _cache_row(self, latent: Tensor, key_rest: Tensor) -> Tensor:
+        """What is cached of a row [T, cache_width]."""
+        normed = rms_norm(latent, self.weights.kv_norm, self.mla.latent_norm_eps)
+        return torch.cat([normed, key_rest], dim=-1)
 
     def _gated(self, value: Tensor, gate: Tensor) -> Tensor:
         """[T, H, v_dim] -> [T, H*v_dim]."""
@@ -169,12 +177,14 @@ class Attention:
 
     def _single(self, heads: Tensor) -> Tensor:
         """One row of each request: [R, H, qk_dim] -> values [R, H, v_dim]."""
-        query = self._absorbed(heads)
+        return self.value(self.latents(self._absorbed(heads)))
+
+    def latents(self, query: Tensor) -> Tensor:
+        """Attention of one row of each request: [R, H, cache_width] -> [R, H, kv_rank]."""
         spans = self.buffers.step.single
-        latents = [
-            self._decode(query[row], self.cache.gather(span)) for row, span in enumerate(spans)
-        ]
-        return self.value(torch.stack(latents))
+        return torch.stack(
+            [self._decode(query[row], self.cache.gather(span)) for row, span in enumerate(spans)]
+        )
 
     def _decode(self, query: Tensor, rows: Tensor) -> Tensor:
         """query [H, cache_width], rows [C, cache_width] -> latent [H, kv_rank].

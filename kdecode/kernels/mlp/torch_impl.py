@@ -16,7 +16,7 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def prepare(problem: Problem, weights: MlpWeights, buffers: Buffers) -> Prepared:
-    return _Mlp(
+    return Mlp(
         gate_up=make_linear(weights.gate_up, buffers.products),
         activation=make_gated(problem.config.activation, weights.gate_up, buffers.products.isa),
         down=make_summed(weights.down, problem, buffers),
@@ -26,7 +26,7 @@ def prepare(problem: Problem, weights: MlpWeights, buffers: Buffers) -> Prepared
 
 
 @dataclass(frozen=True)
-class _Mlp:
+class Mlp:
     gate_up: Linear
     activation: GatedActivation
     down: Linear
