@@ -7,6 +7,7 @@ fault. Does not know how ranks are started (`launch`) nor what operations mean.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from kdecode.parallel.ranks import RankError, Ranks
 if TYPE_CHECKING:
     from kdecode.parallel.nccl import NcclExchange
     from kdecode.parallel.symmetric import SymmetricExchange
+
+log = logging.getLogger(__name__)
 
 # How long followers of a whole group may take to carry out what was sent before the end.
 _LAST_OPERATIONS_S = 5.0
@@ -164,6 +167,8 @@ class Group:
         refusals = self.control.gather(torch.tensor([[len(reasons)]])).view(-1)
         if wanted == "symmetric" and reasons:
             raise ConfigError(" ".join(reasons))
+        if reasons:
+            log.info("the GPUs exchange values through NCCL: %s", " ".join(reasons))
         if wanted == "symmetric" and refusals.any():
             rank = int(refusals.nonzero()[0])
             raise ConfigError(f"gpu_exchange is 'symmetric', and rank {rank} has no such memory.")

@@ -119,8 +119,9 @@ def test_a_rank_that_is_alive_and_does_not_come_is_named(gpu: None) -> None:
 
 
 def test_nccl_is_taken_where_a_rank_cannot_read_the_memory_of_others(
-    gpu: None, monkeypatch: pytest.MonkeyPatch
+    gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     with ranks(2, "auto", follow=follow_without_memory) as group:
         assert group.exchange.transport == group.shared.transport == "nccl"
         found = carried_out(group, "reduce on the GPU", 3, 5)
@@ -135,6 +136,9 @@ def test_nccl_is_taken_where_a_rank_cannot_read_the_memory_of_others(
     monkeypatch.setattr(symmetric, "refuse", lambda devices, is_one_host: ["There is none."])
     with pytest.raises(ConfigError, match=r"There is none\."), ranks(2):
         pass
+    with ranks(2, "auto") as group:
+        assert group.exchange.transport == "nccl"
+    assert "the GPUs exchange values through NCCL: There is none." in caplog.text
 
 
 @pytest.fixture
