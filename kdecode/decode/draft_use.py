@@ -44,8 +44,10 @@ def draft_deployment(config: DraftConfig, target: Deployment, num_drafts: int) -
         ranks=ALONE,
         shared=None,
         context=WHOLE,
-        # Kernels in CuTe DSL were made for the target's steps.
+        # Kernels in CuTe DSL and steps beside others were made for the target.
         gpu_kernels="triton",
+        shared_experts="inside",
+        weight_prefetch="off",
     )
 
 

@@ -6,7 +6,7 @@ has those of a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from kdecode.config_speculative import SpeculativeConfig
 from kdecode.decode import draft_device, draft_specialized, draft_standard, draft_use
 from kdecode.decode.draft_standard import ContextRows, DraftBlock, DraftRequest, first_choices
 from kdecode.decode.latency_specialized import BackendRefusedError
+from kdecode.decode.plan import Step
 from kdecode.decode.runner import resolve
 from kdecode.decode.step_check import StepError
 from kdecode.engine.draft import plan_refusals
@@ -64,6 +65,15 @@ class Pool:
     def record(self, run: Callable[[], None]) -> Replayed:
         self.recorded.append(Replayed(run))
         return self.recorded[-1]
+
+    @property
+    def sides(self) -> Pool:
+        """The plans of a draft have one stream."""
+        return self
+
+    def launch(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            step.run()
 
     def replays(self) -> int:
         """Since the last time."""

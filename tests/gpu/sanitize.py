@@ -6,8 +6,8 @@
 memcheck finds accesses outside of a tensor: torch's caching allocator is off, so that each tensor
 is an allocation of its own. racecheck finds hazards in the shared memory of a program. A run is one
 step of every plan below with either kind of kernels, launched step by step, with the commit of the
-verify step. Needs a GPU and compute-sanitizer in the PATH; the first run compiles the kernels
-before the tools start.
+verify step, and a round of a draft. Needs a GPU and compute-sanitizer in the PATH; the first run
+compiles the kernels before the tools start.
 """
 
 from __future__ import annotations
@@ -65,9 +65,31 @@ def run_plans() -> None:
                     sys.exit(FAILED)
 
 
+def run_draft() -> None:
+    """Committed tokens and a round of a draft's plans, greedy and chosen by the host."""
+    import torch
+    from draft_cuda_cases import cuda_rounds
+    from draft_rounds import NUM_DRAFTS, requests_of
+
+    from kdecode.decode.draft_standard import first_choices
+    from kdecode.model.synthesis import make_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "mini"
+        make_checkpoint(directory, "mini", seed=0)
+        case = cuda_rounds(directory, Path(folder) / "draft", "lightseek", None)
+        requests = requests_of(case.fill()[0])
+        greedy = case.draft.block(requests, NUM_DRAFTS, first_choices)
+        chosen = case.draft.block(requests, NUM_DRAFTS, lambda *at: first_choices(*at))
+        torch.cuda.synchronize()
+        print(f"mini's draft, {len(requests)} requests: alike {greedy == chosen}", flush=True)
+        if greedy != chosen:
+            sys.exit(FAILED)
+
+
 def main(tools: tuple[str, ...]) -> int:
     here = [sys.executable, str(Path(__file__)), "run"]
-    folders = [str(TESTS / name) for name in ("decode", "model")]
+    folders = [str(TESTS / name) for name in ("decode", "kernels", "model")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     # Compiles, and shows that the plans run at all.
     if code := subprocess.run(here, env=environment).returncode:
@@ -84,5 +106,6 @@ def main(tools: tuple[str, ...]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:] == ["run"]:
         run_plans()
+        run_draft()
     else:
         sys.exit(main(tuple(sys.argv[1:]) or TOOLS))

@@ -38,8 +38,8 @@ BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 _WEIGHTS = 8192
 # Of bf16 in a line of memory.
 _LINE_COLUMNS = tl.constexpr(64)
-# Largest logits of programs that the last one reads at a time.
-_TOPS = tl.constexpr(128)
+# Numbers of other programs that the last one has under way at a time.
+_NUMBERS = 4096
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,12 @@ def tile(requests: int, vocab: int, rank: int, arch: str) -> Tile:
     else:
         default = Tile(64, min(128, max(16, whole)), warps=4, stages=3)
     return choose("draft_choice", arch, f"requests {block_r}, {vocab} x {rank}", default)
+
+
+def _lanes(requests: int) -> int:
+    """Of a program: its requests, filled up to what a tensor core takes of more than two."""
+    block_r = row_block(requests)
+    return max(block_r, 16) if block_r > 2 else block_r
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -99,6 +105,7 @@ def prepare(problem: Problem, weights: ChoiceWeights, buffers: Buffers) -> Trito
             "VOCAB": vocab,
             "RANK": rank,
             "BLOCKS": blocks,
+            "ROUND": min(triton.next_power_of_2(blocks), _NUMBERS // _lanes(requests)),
             "BLOCK_R": row_block(requests),
             "BLOCK_N": used.block_n,
             "BLOCK_K": used.block_k,
@@ -119,13 +126,20 @@ def _first_of_largest(values, numbers, highest, NONE: tl.constexpr):
 
 @triton.jit
 def _choose(
-    tops, firsts, requests, request, has_request, BLOCKS: tl.constexpr, VOCAB: tl.constexpr
+    tops,
+    firsts,
+    requests,
+    request,
+    has_request,
+    BLOCKS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """The first of the largest logits of every program; token 0 where all are -inf."""
     best = request * 0.0 + float("-inf")
     token = request * 0
-    for begin in range(0, BLOCKS, _TOPS):
-        block = begin + tl.arange(0, _TOPS)
+    for begin in range(0, BLOCKS, ROUND):
+        block = begin + tl.arange(0, ROUND)
         own = block[:, None] * requests + request[None, :]
         mask = (block < BLOCKS)[:, None] & has_request[None, :]
         values = tl.load(tops + own, mask=mask, other=float("-inf"))
@@ -154,6 +168,7 @@ def choose_drafts(
     VOCAB: tl.constexpr,
     RANK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -202,5 +217,5 @@ def choose_drafts(
     tl.store(tops + block * requests + request, highest, mask=has_request)
     tl.store(firsts + block * requests + request, first, mask=has_request)
     if is_last_arrival(counter, BLOCKS):
-        chosen = _choose(tops, firsts, requests, request, has_request, BLOCKS, VOCAB)
+        chosen = _choose(tops, firsts, requests, request, has_request, BLOCKS, VOCAB, ROUND)
         tl.store(tokens + (place + 1) * requests + request, chosen, mask=has_request)

@@ -61,8 +61,15 @@ def test_logits_and_first_choices(requests: int, each: int, place: int) -> None:
     assert bool(is_poison(tokens[others]).all())
 
 
-def test_a_tie_is_the_first_and_nan_is_no_choice() -> None:
-    """Ties within a program's tokens and across programs; a row of NaN, and one of -inf."""
+@pytest.mark.parametrize("numbers", [16, 4096])
+def test_a_tie_is_the_first_and_nan_is_no_choice(
+    monkeypatch: pytest.MonkeyPatch, numbers: int
+) -> None:
+    """Ties within a program's tokens and across programs; a row of NaN, and one of -inf.
+
+    numbers: that the last program reads at a time, of one other program or of all.
+    """
+    monkeypatch.setattr(triton_impl, "_NUMBERS", numbers)
     case = make_draft_case()
     vocab, infinite = case.config.vocab_size, float("-inf")
     base = torch.full((5, vocab), infinite)

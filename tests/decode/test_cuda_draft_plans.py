@@ -1,0 +1,191 @@
+"""CUDA plans of Kimi K3's drafts: their launches, and their machine code.
+
+`tests/plans/draft` has the launches and, in `resources.txt`, registers, spilled bytes and shared
+memory of every kernel. ``--update-plans`` writes the launches; with ``-m slow`` the resources.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiled_drafts import NUM_DRAFTS, draft_launches
+from released import kimi_k3
+
+from kdecode.cli import main
+from kdecode.commands.common import table
+from kdecode.commands.plan_device import draft_text_of
+from kdecode.config import ModelConfig, environment
+from kdecode.decode.launches import launch_lines, step_lines
+from kdecode.decode.plan import PlanError
+from kdecode.kernels.common.triton_compile import SHARED_LIMITS
+from kdecode.model.draft_synthesis import draft_document
+
+PLANS = Path(__file__).parents[1] / "plans" / "draft"
+RESOURCES = PLANS / "resources.txt"
+# Kinds of drafts, and requests of a block; the others have no plan.
+CASES = (("inferact", 1), ("inferact", 9), ("lightseek", 1))
+# The quick part of what is compiled; the slow part has every architecture and more requests.
+QUICK = ("sm_103/lightseek/1",)
+ALL = tuple(
+    f"{arch}/{kind}/{requests}"
+    for arch in SHARED_LIMITS
+    for kind, requests in (*CASES, ("inferact", 2))
+)
+# Why a kernel spills registers, by name; without a reason none may.
+SPILLS = {
+    "draft_context projection": "8 bytes a thread at 64 rows on sm_100 and sm_103, where two "
+    "programs share a block; no other tile was tried."
+}
+UPDATE = "pytest tests/decode/test_cuda_draft_plans.py --update-plans"
+COLUMNS = ("kernel", "tile", "arch/draft/requests", "registers", "spilled", "shared")
+
+
+def _text(kind: str, requests: int) -> str:
+    found = draft_launches("sm_103", kind, requests)
+    block, context = launch_lines(found.block), step_lines(found.context)
+    return draft_text_of(found, block, context, "sm_103") + "\n"
+
+
+@pytest.mark.parametrize(("kind", "requests"), CASES)
+def test_launches_are_the_committed_ones(
+    request: pytest.FixtureRequest, kind: str, requests: int
+) -> None:
+    text, path = _text(kind, requests), PLANS / f"kimi-k3.{kind}.{requests}.txt"
+    if request.config.getoption("--update-plans"):
+        path.write_text(text, encoding="utf-8")
+    committed = path.read_text(encoding="utf-8")
+    lines = difflib.unified_diff(committed.splitlines(), text.splitlines(), "committed", "now")
+    assert text == committed, "\n".join([*lines, f"If it is meant: {UPDATE}"])
+
+
+def test_every_file_belongs_to_a_case() -> None:
+    expected = {f"kimi-k3.{kind}.{requests}.txt" for kind, requests in CASES}
+    assert {path.name for path in PLANS.iterdir()} == {*expected, RESOURCES.name}
+
+
+@pytest.mark.parametrize("kind", ["inferact", "lightseek"])
+def test_launches_of_a_round(kind: str) -> None:
+    """Of a layer 10, but for the first norm, which is embed_norm's. Behind the head one a draft,
+    and the confidence; 5 layers' committed tokens are one program of two launches each."""
+    found = draft_launches("sm_90", kind, 1)
+    with pytest.raises(PlanError, match="has no weights and cannot run"):
+        found.block.run()
+    lines = Counter(line.layer for line in launch_lines(found.block))
+    assert [lines[layer] for layer in range(5)] == [9, 10, 10, 10, 10]
+    behind = [line.op for line in launch_lines(found.block)][-NUM_DRAFTS - 2 :]
+    assert behind == ["projection", *["draft_choice"] * NUM_DRAFTS, "draft_confidence"]
+    context = [line.kernel for line in step_lines(found.context)]
+    norms = ["norm_rows"] if kind == "lightseek" else []
+    assert context == [*norms, "projection", "norm_rows", *["projection", "insert_rows"] * 5]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Of `kdecode plan` for the whole model and a draft, whose folder has a configuration only."""
+    target = kimi_k3()
+    (tmp_path / "config.json").write_text(json.dumps(target))
+    for kind in ("inferact", "radixark"):
+        (tmp_path / kind).mkdir()
+        document = draft_document(kind, ModelConfig.from_checkpoint(target))
+        (tmp_path / kind / "config.json").write_text(json.dumps(document))
+    source = ["plan", "--config", str(tmp_path / "config.json"), "--context-tokens", "131072"]
+    return [*source, "--device", "cuda", "--arch", "sm_103", "--tensor-parallel-size", "16"]
+
+
+def _speculative(arguments: list[str], kind: str) -> str:
+    folder = Path(arguments[2]).parent / kind
+    return json.dumps({"model": str(folder), "num_speculative_tokens": NUM_DRAFTS})
+
+
+def test_the_command_prints_the_plans_that_are_committed(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Behind the verify step's, of one rank; a draft is whole."""
+    arguments += ["--speculative-config", _speculative(arguments, "inferact")]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("backend latency_specialized on sm_103, 8 rows, 8 a request, one rank")
+    # Room for the block is behind the target's longest context, in pages, of which no text tells.
+    assert out.endswith(f"\n\n{(PLANS / 'kimi-k3.inferact.1.txt').read_text()}")
+    assert main([*arguments, "--json"]) == 0
+    draft = json.loads(capsys.readouterr().out)["draft"]
+    assert (draft["rows"], draft["rows_per_request"], draft["context_rows"]) == (7, 7, 8)
+    assert draft["launches"][-1]["op"] == "draft_confidence"
+    assert draft["context_launches"][0]["op"] == "draft_context"
+    assert main([*arguments, "--rows", "8"]) == 0
+    assert "the draft: backend latency_specialized on sm_103, 56 rows" in capsys.readouterr().out
+
+
+def test_a_draft_without_plans_is_said_to_run_in_torch(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    arguments += ["--speculative-config", _speculative(arguments, "radixark")]
+    assert main(arguments) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("the draft runs in torch: A draft's plan has latent attention; this")
+    assert main([*arguments, "--json"]) == 0
+    assert "grouped-query" in json.loads(capsys.readouterr().out)["draft"]["refusals"][0]
+
+
+def test_the_kernels_of_a_round_compile_and_do_not_spill() -> None:
+    _check_resources(_compile(QUICK))
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_architecture(request: pytest.FixtureRequest) -> None:
+    found = _compile(ALL)
+    if request.config.getoption("--update-plans"):
+        rows = table([COLUMNS, *_rows(found)])
+        RESOURCES.write_text(f"{_title(found)}\n{rows}\n", encoding="utf-8")
+    _check_resources(found)
+
+
+def _compile(cases: tuple[str, ...]) -> dict[str, Any]:
+    """What `compiled_drafts.py` prints; its results are kept in kdecode's cache folder."""
+    tests = Path(__file__).parents[1]
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = str(tests / "model")
+    script, folder = tests / "decode/compiled_drafts.py", environment().cache_dir / "compiled"
+    command = [sys.executable, script, folder, *cases]
+    run = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def _check_resources(found: dict[str, Any]) -> None:
+    """Nothing spills or takes more than there is; figures are the table's of the same Triton."""
+    for line in found["lines"]:
+        assert line["shared_bytes"] <= SHARED_LIMITS[line["case"].split("/")[0]], line
+        assert line["stack_bytes"] == 0 or line["kernel"] in SPILLS, line
+    title, _, *lines = RESOURCES.read_text(encoding="utf-8").splitlines()
+    committed = {tuple(cell.strip() for cell in line.split("  ") if cell.strip()) for line in lines}
+    assert set(QUICK) <= {row[2] for row in committed}
+    if _title(found) == title:
+        assert set(_rows(found)) <= committed, f"If it is meant: {UPDATE} -m slow"
+
+
+def _title(found: dict[str, Any]) -> str:
+    return f"Triton {found['triton']}; registers and spilled bytes a thread, shared bytes a program"
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    return sorted(
+        (
+            line["kernel"],
+            line["tile"],
+            line["case"],
+            str(line["registers"]),
+            str(line["stack_bytes"]),
+            str(line["shared_bytes"]),
+        )
+        for line in found["lines"]
+    )
