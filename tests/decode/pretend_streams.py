@@ -139,7 +139,7 @@ class Pool:
     recorded: list[Recording] = field(default_factory=list)
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        run()
+        """There is nothing to compile or to load."""
 
     def record(self, run: Callable[[], None]) -> Any:
         self.recorded.append(self.device.record(run))
