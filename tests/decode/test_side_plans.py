@@ -37,7 +37,7 @@ KERNELS = {
 }
 # Why a kernel spills registers, by name; without a reason none may.
 SPILLS = {
-    "shared_down projection": "8 bytes a thread at 64 rows on sm_100 and sm_103, where two programs "
+    "shared_down projection": "8 bytes a thread at 64 rows on sm_100 and sm_103, where programs "
     "share a block, as the same kernel does in plans of several ranks; no other tile was tried."
 }
 
