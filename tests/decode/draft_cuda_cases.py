@@ -6,12 +6,12 @@ tensors on the CPU, as `cuda_cases` has it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cuda_cases import DEVICE, deployment
-from draft_cases import make_draft_case
+from draft_cases import DraftCase, make_draft_case
 from draft_rounds import LIMIT, NUM_DRAFTS, PAGE_TOKENS, Rounds
 
 from kdecode.cache.caches import Caches
@@ -23,8 +23,9 @@ from kdecode.decode.draft_device import CudaDraft
 from kdecode.model.draft_synthesis import make_draft
 from kdecode.model.draft_tiles import outline_draft_plan, pack_draft_plan
 from kdecode.model.draft_weights import load_draft
-from kdecode.model.layout import pack_model, to_device
+from kdecode.model.layout import PackedModel, pack_model, to_device
 from kdecode.model.weights import CheckpointReader
+from kdecode.speculative.dspark import DraftForward
 from kdecode.testing.cases import random_parameters
 from kdecode.testing.poison import poison_
 
@@ -54,14 +55,33 @@ def cuda_rounds(
     return Rounds(config, p, target, caches, draft)
 
 
-def small_rounds(pool: Any, num_slots: int = 3) -> Rounds:
-    """Of a much smaller draft, which has tables of its own; quick in the interpreter."""
+@dataclass(frozen=True)
+class Parts:
+    """What a forward is made of. target: the draft has tables of its own."""
+
+    case: DraftCase
+    target: PackedModel
+    caches: Caches
+    deployment: Deployment
+
+    def rounds(self, draft: DraftForward) -> Rounds:
+        # What recording has left there is nobody's.
+        for rows in self.caches.draft.values():
+            poison_(rows)
+        target = random_parameters(self.target.config)
+        return Rounds(self.case.config, self.case.p, target, self.caches, draft)
+
+
+def small_parts(num_slots: int) -> Parts:
+    """Of a much smaller draft, which is quick in the interpreter."""
     case = make_draft_case()
     stack = outline_draft_plan(case.config, "rows")
     caches = Caches.allocate(stack.config, DEVICE, num_slots, 48, PAGE_TOKENS, draft=case.config)
-    where = draft_target(stack.config)
-    draft = CudaDraft(case.weights, case.config, stack, caches, where, NUM_DRAFTS, pool)
-    for rows in caches.draft.values():
-        poison_(rows)
-    target = random_parameters(stack.config)
-    return Rounds(case.config, case.p, target, caches, draft)
+    return Parts(case, stack, caches, draft_target(stack.config))
+
+
+def small_rounds(pool: Any, num_slots: int) -> Rounds:
+    own = small_parts(num_slots)
+    weights, config = own.case.weights, own.case.config
+    draft = CudaDraft(weights, config, own.target, own.caches, own.deployment, NUM_DRAFTS, pool)
+    return own.rounds(draft)

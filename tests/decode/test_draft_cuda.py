@@ -7,12 +7,14 @@ has those of a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_cuda_cases import cuda_rounds, draft_target, small_rounds
+from draft_cuda_cases import cuda_rounds, draft_target, small_parts, small_rounds
 from draft_rounds import (
     ANCHORS,
     CONTEXTS,
@@ -25,7 +27,7 @@ from draft_rounds import (
 )
 from torch import Tensor
 
-from kdecode.config import EngineConfig, ModelConfig
+from kdecode.config import DecodeBackend, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig, DraftKind
 from kdecode.config_speculative import SpeculativeConfig
 from kdecode.decode import draft_device, draft_specialized, draft_standard, draft_use
@@ -34,7 +36,7 @@ from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.plan import Step
 from kdecode.decode.runner import resolve
 from kdecode.decode.step_check import StepError
-from kdecode.engine.draft import plan_refusals
+from kdecode.engine import draft
 from kdecode.model.draft_reference import DraftState
 from kdecode.model.draft_synthesis import draft_document
 from kdecode.model.presets import PRESETS, released_config
@@ -141,11 +143,18 @@ def test_a_greedy_round_asks_the_host_for_nothing(
 
 
 def test_a_greedy_round_is_one_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the drafts that the host would choose, for each of which there is one."""
+    """As an engine has it. Its drafts are those that the host chooses by a replay for each."""
     for module in (draft_device, draft_use):
         monkeypatch.setattr(module, "CONTEXT_ROWS", (8, 1))
-    pool = Pool()
-    case = small_rounds(pool, num_slots=2)
+    own, pool = small_parts(num_slots=2), Pool()
+    monkeypatch.setattr(draft, "GraphPool", lambda: pool)
+    monkeypatch.setattr(draft, "on_device", lambda device: nullcontext())
+    engine, runner = _engine("latency_specialized", NUM_DRAFTS), SimpleNamespace()
+    runner.deployment = own.deployment
+    forward = draft.make_forward(
+        own.case.weights, own.case.config, engine, own.target, runner, own.caches
+    )
+    case = own.rounds(forward)
     # Of two plans: the whole, the block, each choice and the confidence; and the passes.
     assert len(pool.recorded) == 2 * (2 + NUM_DRAFTS + 1) + 2
     pages = case.caches.allocate_pages(9 + NUM_DRAFTS), case.caches.allocate_pages(NUM_DRAFTS)
@@ -216,6 +225,18 @@ def test_what_does_not_exist_is_refused(filled: Filled) -> None:
         case.draft.block([request], NUM_DRAFTS, lambda place, logits: [177])
 
 
+def _engine(backend: DecodeBackend, num_drafts: int) -> EngineConfig:
+    return resolve(
+        EngineConfig(
+            device="cuda",
+            decode_backend=backend,
+            max_context_tokens=1024,
+            isa="portable",
+            speculative=SpeculativeConfig("draft", num_drafts),
+        )
+    )
+
+
 def _drafts() -> tuple[ModelConfig, dict[str, DraftConfig]]:
     target = ModelConfig.from_checkpoint(released_config(PRESETS["mini"]))
     kinds: tuple[DraftKind, ...] = ("inferact", "lightseek", "radixark", "redhat")
@@ -241,13 +262,9 @@ def test_every_reason_why_a_draft_runs_in_torch(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_engine_on_cuda_gives_its_draft_plans() -> None:
     target, drafts = _drafts()
-    settings = {"device": "cuda", "max_context_tokens": 1024, "isa": "portable"}
-    speculative = SpeculativeConfig("draft", 7)
-    engine = resolve(
-        EngineConfig(decode_backend="latency_specialized", speculative=speculative, **settings)
-    )
-    assert plan_refusals(engine, drafts["inferact"], target) == []
-    assert plan_refusals(engine, drafts["lightseek"], target) == []
-    assert "grouped-query" in plan_refusals(engine, drafts["radixark"], target)[0]
-    plain = resolve(EngineConfig(decode_backend="auto", speculative=speculative, **settings))
-    assert plan_refusals(plain, drafts["inferact"], target) == ["decode_backend is auto."]
+    engine = _engine("latency_specialized", 7)
+    assert draft.plan_refusals(engine, drafts["inferact"], target) == []
+    assert draft.plan_refusals(engine, drafts["lightseek"], target) == []
+    assert "grouped-query" in draft.plan_refusals(engine, drafts["radixark"], target)[0]
+    reasons = draft.plan_refusals(_engine("auto", 7), drafts["inferact"], target)
+    assert reasons == ["decode_backend is auto."]
