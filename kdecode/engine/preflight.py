@@ -6,6 +6,7 @@ not know how anything is packed or run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +23,8 @@ from kdecode.engine.speculation import draft_config
 from kdecode.model.rank_share import refuse_division, share_of
 from kdecode.model.weights import CheckpointReader
 from kdecode.parallel.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 def check_deployment(reader: CheckpointReader, engine: EngineConfig) -> None:
@@ -137,6 +140,21 @@ def check_devices(engine: EngineConfig) -> None:
         reasons = symmetric.refuse(range(here), is_one_host=here == size)
     if reasons:
         raise ConfigError(" ".join(reasons))
+
+
+def warn_of_copies(engine: EngineConfig) -> None:
+    """Logs it where torchrun has started several processes, and each will be a whole engine."""
+    try:
+        run = torch_run()
+    except ConfigError:
+        # Of variables that nothing here depends on.
+        return
+    if engine.tensor_parallel_size == 1 and run is not None and run.size > 1:
+        log.warning(
+            "torchrun has started %d processes (WORLD_SIZE), and this one runs the whole model by "
+            "itself: tensor_parallel_size is 1.",
+            run.size,
+        )
 
 
 def check_cache_scales(reader: CheckpointReader, engine: EngineConfig) -> None:

@@ -22,7 +22,7 @@ from kdecode.decode.runner import StepRunner, callers_threads, resolve
 from kdecode.engine.draft import DraftWeights, pack_weights
 from kdecode.engine.judge import choose
 from kdecode.engine.loop import StepResult
-from kdecode.engine.preflight import check_deployment
+from kdecode.engine.preflight import check_deployment, warn_of_copies
 from kdecode.engine.rank import allocate_caches, trunk_format
 from kdecode.engine.request import Request, TokenLogprobs
 from kdecode.engine.sampling import token_logprobs
@@ -68,6 +68,7 @@ class Worker:
         self.engine = engine = resolve(engine)
         self.weights_digest = weights_digest(directory)
         check_deployment(reader, engine)
+        warn_of_copies(engine)
         self.draft = draft_config(engine, self.config)
         # The other ranks of the model; None for one that is alone.
         self.leader: Leader | None = None

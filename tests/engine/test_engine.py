@@ -356,3 +356,18 @@ def test_a_closed_engine_takes_no_request_and_says_so(mini_checkpoint: Path) -> 
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
     with pytest.raises(RuntimeError, match="This engine was closed"):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(("size", "is_said"), [("2", True), ("1", False), ("", False)])
+def test_one_of_several_whole_engines_says_so(
+    size: str,
+    is_said: bool,
+    mini_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    LLM(mini_checkpoint, num_threads=1, max_requests=1).close()
+    assert ("torchrun has started 2 processes" in caplog.text) == is_said
