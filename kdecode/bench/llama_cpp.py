@@ -12,13 +12,19 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-perplexity")
+# What the programs say of how they ran; which of them there are depends on the program.
+_SETTINGS = (
+    *("backends", "n_threads", "n_threads_batch", "n_batch", "n_ubatch", "flash_attn"),
+    *("type_k", "type_v", "repack"),
+)
 # A saved log-probability is no more than this below the largest of its position: thousands of
 # unlikely tokens are all there at this floor, and would together pass for 3e-3 nats of difference.
 FLOOR_NATS = 16.0
@@ -26,6 +32,14 @@ FLOOR_NATS = 16.0
 
 class PeerError(RuntimeError):
     """A peer that is not there, or whose program failed; the message has its last lines."""
+
+
+@dataclass(frozen=True)
+class LlamaSpeed:
+    """Of one run. settings: that it had, as its program prints them."""
+
+    tokens_per_second: float
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,17 +73,26 @@ class LlamaCpp:
 
     def decode_speed(
         self, model: Path, threads: int, rows: int, context_tokens: int, output_tokens: int
-    ) -> float:
-        """Tokens a second of decoding ``rows`` requests together, after a context of their own."""
+    ) -> LlamaSpeed:
+        """Of decoding ``rows`` requests together, after a context of their own."""
         if rows == 1:
-            command = [self.bench, "-m", str(model), "-p", "0", "-r", "1", "-o", "json"]
-            command += ["-n", str(output_tokens), "-d", str(context_tokens), "-t", str(threads)]
-            return bench_speed(_run(command))
+            command = [*self._bench_once(model, threads), "-p", "0", "-n", str(output_tokens)]
+            return bench_speed(_run([*command, "-d", str(context_tokens)]))
         total = rows * (context_tokens + output_tokens)
         command = [self.batched_bench, "-m", str(model), "-npp", str(context_tokens)]
         command += ["-ntg", str(output_tokens), "-npl", str(rows), "-c", str(total)]
         command += ["-t", str(threads), "-tb", str(threads), "--output-format", "jsonl"]
         return batched_speed(_run(command))
+
+    def prompt_speed(self, model: Path, threads: int, prompt_tokens: int) -> LlamaSpeed:
+        """Of the prompt of one request, up to the logits behind its last token."""
+        command = [*self._bench_once(model, threads), "-p", str(prompt_tokens), "-n", "0"]
+        return bench_speed(_run(command), is_prompt=True)
+
+    def _bench_once(self, model: Path, threads: int) -> list[str]:
+        """One timed run, after the one that `llama-bench` throws away."""
+        command = [self.bench, "-m", str(model), "-r", "1", "-o", "json"]
+        return [*command, "-t", str(threads)]
 
     def log_probabilities(
         self, model: Path, threads: int, context_tokens: int, text: Path
@@ -90,21 +113,28 @@ class LlamaCpp:
             return read_logits(target.read_bytes())
 
 
-def bench_speed(output: str) -> float:
-    """Tokens a second, from the JSON that `llama-bench` prints."""
+def bench_speed(output: str, *, is_prompt: bool = False) -> LlamaSpeed:
+    """Of the prompt or of decoding, from the JSON that `llama-bench` prints."""
+    own, other = ("n_prompt", "n_gen") if is_prompt else ("n_gen", "n_prompt")
     try:
         entries = json.loads(output)
-        return float(next(e["avg_ts"] for e in entries if e["n_gen"] > 0))
+        entry = next(e for e in entries if e.get(own, 0) > 0 and not e.get(other, 0))
+        return LlamaSpeed(float(entry["avg_ts"]), _settings(entry))
     except (ValueError, KeyError, TypeError, StopIteration) as error:
         raise PeerError(f"llama-bench printed no speed: {output[-300:]!r}") from error
 
 
-def batched_speed(output: str) -> float:
-    """Tokens a second of all rows, from the JSON lines of `llama-batched-bench`."""
+def batched_speed(output: str) -> LlamaSpeed:
+    """Of decoding all rows, from the JSON lines of `llama-batched-bench`."""
     for line in output.splitlines():
         if line.startswith("{") and "speed_tg" in line:
-            return float(json.loads(line)["speed_tg"])
+            entry = json.loads(line)
+            return LlamaSpeed(float(entry["speed_tg"]), _settings(entry))
     raise PeerError(f"llama-batched-bench printed no speed: {output[-300:]!r}")
+
+
+def _settings(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in _SETTINGS if name in entry}
 
 
 def _run(command: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,12 +29,14 @@ class PeerArm(Protocol):
     """One engine with one set of weights. precision: what each class of tensor is held in.
 
     keeps_weights: whether its weights are the checkpoint's, bit by bit.
+    settings: of its runs, complete once one has been made.
     """
 
     name: str
     version: str
     precision: Mapping[str, str]
     keeps_weights: bool
+    settings: Mapping[str, Any]
 
     def tokens_per_second(self) -> float:
         """Of one run; every call is a run of the same work."""
@@ -115,10 +117,19 @@ def typical_speed(runs: Sequence[PeerRun], arm: int) -> float:
 
 
 def peer_ratio(runs: Sequence[PeerRun], ours: int, peer: int, seed: int) -> RatioEstimate:
-    """Our tokens a second over the peer's. The k-th runs of a block are a pair.
+    """Our tokens a second over the peer's, of the pairs that `used_pairs` says."""
+    used, _ = used_pairs(runs, ours, peer)
+    pairs = [[(1 / b.tokens_per_second, 1 / a.tokens_per_second) for a, b in use] for use in used]
+    return estimate_ratio(pairs, seed)
 
-    Spoilt pairs are left out as long as two blocks keep a pair; otherwise all pairs count, and the
-    reader has the marks of the runs.
+
+def used_pairs(
+    runs: Sequence[PeerRun], ours: int, peer: int
+) -> tuple[list[list[tuple[PeerRun, ...]]], bool]:
+    """The pairs that count, by block, and whether spoilt ones are among them.
+
+    The k-th runs of a block are a pair. Spoilt pairs are left out as long as two blocks keep a
+    pair; otherwise all pairs count.
     """
     blocks: dict[int, tuple[list[PeerRun], list[PeerRun]]] = {}
     for run in runs:
@@ -127,9 +138,9 @@ def peer_ratio(runs: Sequence[PeerRun], ours: int, peer: int, seed: int) -> Rati
             pair[run.arm == peer].append(run)
     every = [list(zip(*sides, strict=True)) for sides in blocks.values()]
     clean = [[p for p in block if not (p[0].is_spoilt or p[1].is_spoilt)] for block in every]
-    used = clean if sum(map(bool, clean)) > 1 else every
-    pairs = [[(1 / b.tokens_per_second, 1 / a.tokens_per_second) for a, b in use] for use in used]
-    return estimate_ratio(pairs, seed)
+    if sum(map(bool, clean)) > 1:
+        return clean, False
+    return every, clean != every
 
 
 def refusal(

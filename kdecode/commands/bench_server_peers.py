@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kdecode.bench.peers import Divergence
     from kdecode.bench.server_peers import ServerPass
     from kdecode.bench.serving.launch import Launch
-    from kdecode.commands.bench_peers import Files
+    from kdecode.commands.peer_files import Files
 
 PROGRAM = "llama-server"
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from kdecode.bench.machine import read_machine
     from kdecode.bench.metrics import MetricError
     from kdecode.bench.serving.launch import LaunchError, free_ports
-    from kdecode.commands.bench_peers import Check, Files, backends
+    from kdecode.commands.peer_files import Check, Files, backends, file_kind
     from kdecode.model.gguf_tensors import GgufError
 
     if args.blocks < 2:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             agreement = Check(args, files, bar).agreement
             backend_names = backends(args)
             for name in files.names:
-                files.path(_kind(name), bar)
+                files.path(file_kind(name), bar)
             # Chosen right before they are used.
             ports = iter(free_ports(len(backend_names) + len(files.names)))
             ours = [_own_server(args, files, name, next(ports)) for name in backend_names]
@@ -134,22 +134,18 @@ def _own_server(args: argparse.Namespace, files: Files, backend: str, port: int)
     )
 
 
-def _kind(name: str) -> str:
-    """Of the file that a peer reads."""
-    return name.partition("-")[2] or "released"
-
-
 def _llama_server(
     args: argparse.Namespace, files: Files, name: str, port: int, bar: ProgressBar
 ) -> ServerArm:
     import shutil
 
     from kdecode.bench.serving.launch import Launch
+    from kdecode.commands.peer_files import file_kind
 
     program = shutil.which(PROGRAM)
     if program is None or files.llama is None:
         raise InputError(f"llama.cpp is not on the PATH: {PROGRAM} not found.")
-    kind = _kind(name)
+    kind = file_kind(name)
     slots, context = _most(args)
     threads = str(EngineConfig(num_threads=args.threads).resolved_threads())
     command = [program, "-m", str(files.path(kind, bar)), "--host", "127.0.0.1"]

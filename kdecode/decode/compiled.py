@@ -62,6 +62,8 @@ def compile_step(
 
     Takes slots and pages of ``rows`` requests meanwhile. Raises CompileError.
     """
+    import torch._inductor.config as inductor
+
     reasons = refuse(packed, engine)
     if reasons:
         raise CompileError(" ".join(reasons))
@@ -69,11 +71,12 @@ def compile_step(
     plan = build_auto_plan(packed, caches, engine, operators=OpaqueOperators())
     with torch.no_grad(), _made_up_step(caches, rows) as batch:
         try:
-            graph = record(plan, batch)
-            forward = torch.compile(graph, dynamic=False, fullgraph=True, options=_OPTIONS[form])
+            forward = torch.compile(record(plan, batch), dynamic=False, fullgraph=True)
             step = CompiledStep(plan, forward, 0.0)
-            # It is compiled when it first runs.
-            step.run(batch)
+            # It is compiled when it first runs. Not by options of `torch.compile`, which come too
+            # late for what is made of weights before Inductor.
+            with inductor.patch(_OPTIONS[form]):
+                step.run(batch)
         except Exception as error:
             first = (str(error).strip().splitlines() or ["no message"])[0]
             raise CompileError(

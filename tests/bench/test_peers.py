@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from kdecode.bench.llama_cpp import (
     PROGRAMS,
     LlamaCpp,
+    LlamaSpeed,
     PeerError,
     batched_speed,
     bench_speed,
@@ -30,6 +33,7 @@ from kdecode.bench.peers import (
     peer_ratio,
     refusal,
     typical_speed,
+    used_pairs,
 )
 
 
@@ -43,6 +47,7 @@ class Made:
     keeps_weights: bool = True
     version: str = "1"
     precision: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def tokens_per_second(self) -> float:
         self.log.append(self.name)
@@ -72,10 +77,12 @@ def test_spoilt_pairs_do_not_count_while_two_blocks_have_others() -> None:
 
     clean = block(0, 20.0, 10.0, 0.0) + block(1, 20.0, 10.0, 0.0)
     spoilt = block(2, 5.0, 10.0, 0.9)
+    assert not used_pairs(clean + spoilt, 0, 1)[1]
     found = peer_ratio(clean + spoilt, 0, 1, seed=0)
     assert (found.ratio, found.num_pairs) == (pytest.approx(2.0), 2)
     assert typical_speed(clean + spoilt, 0) == 20.0
     # One clean block has no interval: then all count.
+    assert used_pairs(clean[:2] + spoilt, 0, 1)[1]
     found = peer_ratio(clean[:2] + spoilt, 0, 1, seed=0)
     assert (found.ratio, found.num_pairs) == (pytest.approx(1.0), 2)
 
@@ -117,12 +124,14 @@ def test_a_ratio_needs_equal_promises_and_checked_logits() -> None:
 
 
 def test_speeds_are_read_from_what_the_programs_print() -> None:
-    prompt, decode = {"n_gen": 0, "avg_ts": 900.0}, {"n_gen": 32, "avg_ts": 25.5}
-    assert bench_speed(json.dumps([prompt, decode])) == 25.5
-    assert batched_speed('main: n_kv_max = 9\n{"pp": 8, "speed_pp": 1.0, "speed_tg": 80.5}\n') == (
-        80.5
-    )
-    for read in (bench_speed, batched_speed):
+    prompt = {"n_prompt": 512, "n_gen": 0, "avg_ts": 900.0, "n_ubatch": 512, "model_size": 1}
+    decode = {"n_prompt": 0, "n_gen": 32, "avg_ts": 25.5, "type_k": "f16"}
+    printed = json.dumps([prompt, decode])
+    assert bench_speed(printed) == LlamaSpeed(25.5, {"type_k": "f16"})
+    assert bench_speed(printed, is_prompt=True) == LlamaSpeed(900.0, {"n_ubatch": 512})
+    printed = 'main: n_kv_max = 9\n{"pp": 8, "n_batch": 2048, "speed_tg": 80.5}\n'
+    assert batched_speed(printed) == LlamaSpeed(80.5, {"n_batch": 2048})
+    for read in (bench_speed, partial(bench_speed, is_prompt=True), batched_speed):
         with pytest.raises(PeerError, match="printed no speed"):
             read("error: no such model")
 

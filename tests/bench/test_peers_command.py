@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from kdecode.bench.agreement import NearTie
+from kdecode.bench.compiled_arm import CompiledArm
+from kdecode.bench.llama_cpp import PeerError
+from kdecode.bench.peer_arms import Work
 from kdecode.cli import main
 from kdecode.config import EngineConfig, ModelConfig
+from kdecode.engine.engine import LLM
 from kdecode.engine.shape_probe import inspect_shape
 from kdecode.model.presets import PRESETS, released_config
 
@@ -21,8 +28,10 @@ name, words = Path(sys.argv[0]).name, sys.argv[1:]
 if "--version" in words:
     print("version: 1 (fake)")
 elif name == "llama-bench":
-    assert words[words.index("-d") + 1] == "8" and words[words.index("-t") + 1] == "1"
-    print(json.dumps([{{"n_gen": 4, "avg_ts": 1e9}}]))
+    value = lambda flag: words[words.index(flag) + 1]
+    prompt, reply = int(value("-p")), int(value("-n"))
+    assert value("-t") == "1" and (prompt if not reply else value("-d") == "8")
+    print(json.dumps([{{"n_prompt": prompt, "n_gen": reply, "avg_ts": 1e9, "n_ubatch": 512}}]))
 elif name == "llama-perplexity":
     Path(words[words.index("--save-all-logits") + 1]).write_bytes(
         Path({logits!r}).read_bytes())
@@ -114,6 +123,12 @@ def test_what_is_not_there_ends_in_one_line(
         "llama.cpp is not on the PATH": _peers(mini_checkpoint),
         "no class for a kimi_k3 model": _peers(mini_checkpoint, "--peer", "transformers"),
         "blocks is 1": [*_peers(mini_checkpoint), "--blocks", "1"],
+        "rows is 2": _peers(mini_checkpoint, "--measure", "prompt", "--rows", "2"),
+        "leave --measure out": _peers(mini_checkpoint, "--measure", "prompt", "--server"),
+        "leaves ours alone": _peers(mini_checkpoint, "--peer", "none", "--server"),
+        "neither servers nor prompts": _compiled(mini_checkpoint, "--measure", "prompt"),
+        "no trunk in int8": _compiled(mini_checkpoint, "--trunk-format", "int8"),
+        "needs a C++ compiler": _compiled(mini_checkpoint),
         "--rank needs a --shape": ["bench", "layer", "--rank", "1"],
         "--drafts needs a MODEL": ["bench", "layer", "--shape", "kimi-k3", "--drafts", "3"],
         "one of them is timed": ["bench", "layer", str(mini_checkpoint), "--shape", "kimi-k3"],
@@ -125,6 +140,122 @@ def test_what_is_not_there_ends_in_one_line(
     for message, arguments in cases.items():
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_report_names_what_ran(
+    mini_checkpoint: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_logits(mini_checkpoint, programs, shift=0.0)
+    assert main(_peers(mini_checkpoint, "--decode-backend", "auto", "--page-tokens", "16")) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "1 request at a time, 8 tokens of context, 4 tokens a run",
+        "2 blocks of two runs of every arm",
+        "1 thread; seed of the intervals 0",
+        f"{mini_checkpoint.name}: kimi_k3, 9 layers, weights ",
+        "kdecode auto: threads 1, isa ",
+        "pages of 16, steps of at most 512, prefix caching False",
+        "llama.cpp: n_ubatch 512",
+        "torch 2.",
+    ):
+        assert text in out
+
+
+def test_prompts_of_several_lengths(
+    mini_checkpoint: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_logits(mini_checkpoint, programs, shift=0.0)
+    flags = ["--peer", "llama.cpp", "--peer", "llama.cpp-q8_0", "--decode-backend", "auto"]
+    flags += ["--measure", "prompt", "--prompt-tokens", "16", "70", "--json"]
+    assert main(_peers(mini_checkpoint, *flags)) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = ["kdecode auto", "llama.cpp", "llama.cpp-q8_0"]
+    assert [arm["name"] for arm in found["arms"]] == names
+    assert [part["prompt_tokens"] for part in found["lengths"]] == [16, 70]
+    for part in found["lengths"]:
+        assert len(part["runs"]) == 2 * 2 * len(names)
+        ours, *theirs = part["tokens_per_second"]
+        assert 0 < ours < 1e6
+        assert theirs == [1e9, 1e9]
+        released, quantised = part["ratios"]
+        assert released["estimate"]["ratio"] < 1e-2
+        assert quantised["estimate"] is None
+
+
+def test_prompts_in_words(
+    mini_checkpoint: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_logits(mini_checkpoint, programs, shift=0.0)
+    flags = ("--measure", "prompt", "--prompt-tokens", "16", "70", "--decode-backend", "auto")
+    assert main(_peers(mini_checkpoint, *flags)) == 0
+    out = capsys.readouterr().out
+    assert "time until the first token of the reply is known" in out
+    assert "70 tokens, tok/s" in out
+    assert "16 tokens: kdecode auto / llama.cpp: 0.00x [" in out
+    assert " of 8 " in out
+
+
+def _compiled(model: Path, *more: str) -> list[str]:
+    flags = ("--peer", "none", "--decode-backend", "auto", "--compile-auto", "default", *more)
+    return _peers(model, *flags)
+
+
+def _as_it_is(graph: object, **options: object) -> object:
+    """For `torch.compile`: the graph as it was recorded. Whether Inductor's is as good, the slow
+    tests of `tests/decode/test_compiled.py` say."""
+    return graph
+
+
+def test_a_compiled_forward_is_an_arm_beside_the_one_that_is_not(
+    mini_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.compile", _as_it_is)
+    assert main(_compiled(mini_checkpoint, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = ["kdecode auto", "kdecode auto, torch.compile default"]
+    assert [arm["name"] for arm in found["arms"]] == names
+    assert found["left_out"] == []
+    assert "in 4 positions" in found["arms"][1]["settings"]["drift"]
+    (ratio,) = found["ratios"]
+    assert (ratio["ours"], ratio["peer"]) == tuple(names)
+    assert ratio["estimate"]["ratio"] > 0
+
+
+def test_a_forward_that_does_not_compile_is_not_timed(
+    mini_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(graph: object, **options: object) -> object:
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setattr("torch.compile", broken)
+    assert main(_compiled(mini_checkpoint)) == 0
+    out = capsys.readouterr().out
+    assert "kdecode auto, torch.compile default: not measured. torch.compile failed with" in out
+    assert "RuntimeError: C++ compile error" in out
+    assert "auto /" not in out
+
+
+def test_only_compiled_steps_with_the_same_choices_are_timed(
+    mini_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(graph: Callable[..., Tensor], **options: object) -> Callable[..., Tensor]:
+        return lambda *inputs: -graph(*inputs)
+
+    llm = LLM(mini_checkpoint, num_threads=1, max_requests=3, max_context_tokens=64)
+    near_tie, work = NearTie(0.0, 0.05), Work(3, 8, 4, 1)
+    monkeypatch.setattr("torch.compile", wrong)
+    # The first token of each reply comes from its prompt.
+    with pytest.raises(PeerError, match="9 of 12 choices are not those of the same forward"):
+        CompiledArm(llm, "default", near_tie, work)
+    llm = LLM(mini_checkpoint, num_threads=1, max_requests=3, max_context_tokens=64)
+    monkeypatch.setattr("torch.compile", _as_it_is)
+    arm = CompiledArm(llm, "default", near_tie, work)
+    assert (arm.drift.positions, arm.drift.real) == (12, 0)
+    assert arm.decoded().tokens == 9
+    # Steps of two rows are not those that were compiled.
+    monkeypatch.setattr(arm, "_work", Work(2, 8, 4, 1))
+    with pytest.raises(PeerError, match="6 tokens were timed, and 0 steps of 2 rows ran compiled"):
+        arm.decoded()
 
 
 @pytest.mark.parametrize(("preset", "num_ranks"), [("mini", 1), ("mini-16", 8)])
