@@ -141,11 +141,10 @@ class CudaDraft:
         plan, count = self._plans[len(requests)], self.num_drafts
         staging = plan.buffers.staging
         arrays = staging.arrays()
-        rows = [
-            Row(request.num_tokens + place, (*request.pages, *self._rows.spare_pages))
-            for request in requests
-            for place in range(count)
-        ]
+        rows = []
+        for request in requests:
+            pages = (*request.pages, *self._rows.spare_pages)
+            rows += [Row(request.num_tokens + place, pages) for place in range(count)]
         self._rows.write(arrays, rows)
         anchors = [request.anchor for request in requests]
         arrays["row_token"].fill(self.config.mask_id)

@@ -90,9 +90,17 @@ class RowWriter:
 
     def write(self, arrays: Mapping[str, NDArray[Any]], rows: Sequence[Row]) -> None:
         """row_position, row_rotation and row_pages. Raises StepError, with nothing written, for a
-        place that does not exist."""
+        place that does not exist.
+
+        Rows of one request should have one object of pages, which are thousands of a long context.
+        """
+        furthest: dict[int, Row] = {}
         for row in rows:
-            self._check(row)
+            self._check_position(row)
+            known = furthest.setdefault(id(row.pages), row)
+            if row.position > known.position:
+                furthest[id(row.pages)] = row
+        tables = {key: self._checked_pages(row) for key, row in furthest.items()}
         positions = np.array([row.position for row in rows])
         arrays["row_position"][:] = positions
         angles = positions[:, None] * self._frequencies
@@ -100,27 +108,31 @@ class RowWriter:
         arrays["row_rotation"][:] = turned * self._amplitude
         listed = arrays["row_pages"]
         listed.fill(-1)
-        last = int(positions.max()) // self._page_tokens + 1
         for number, row in enumerate(rows):
-            used = row.pages[:last]
+            used = tables[id(row.pages)]
             listed[number, : len(used)] = used
 
     def fits(self, position: int, count: int, pages: Sequence[int]) -> bool:
         """Whether a block's rows lie on these pages."""
         return position + count <= len(pages) * self._page_tokens
 
-    def _check(self, row: Row) -> None:
+    def _check_position(self, row: Row) -> None:
         tokens = self._page_tokens
         if not 0 <= row.position < min(self._limit, len(row.pages) * tokens):
             raise StepError(
                 f"Position {row.position} of a draft's cache is not one of {len(row.pages)} "
                 f"pages of {tokens} tokens, and of at most {self._limit} tokens."
             )
-        used = row.pages[: row.position // tokens + 1]
-        if min(used) < 0 or max(used) >= self._num_pages:
+
+    def _checked_pages(self, row: Row) -> NDArray[np.int32]:
+        """The pages up to a row's."""
+        used = np.array(row.pages[: row.position // self._page_tokens + 1], dtype=np.int32)
+        if used.min() < 0 or used.max() >= self._num_pages:
             raise StepError(
-                f"The pages {list(used)} of a draft's cache are not all of its {self._num_pages}."
+                f"The pages {used.tolist()} of a draft's cache are not all of its "
+                f"{self._num_pages}."
             )
+        return used
 
 
 def context_passes(parts: Sequence[ContextRows]) -> Iterator[tuple[Sequence[Row], Tensor]]:
