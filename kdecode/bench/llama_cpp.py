@@ -25,6 +25,8 @@ _SETTINGS = (
     *("backends", "n_threads", "n_threads_batch", "n_batch", "n_ubatch", "flash_attn"),
     *("type_k", "type_v", "repack"),
 )
+# Runs of `llama-batched-bench` until one has printed something; of 20, 9 had not.
+_PRINT_TRIES = 8
 # A saved log-probability is no more than this below the largest of its position: thousands of
 # unlikely tokens are all there at this floor, and would together pass for 3e-3 nats of difference.
 FLOOR_NATS = 16.0
@@ -82,7 +84,7 @@ class LlamaCpp:
         command = [self.batched_bench, "-m", str(model), "-npp", str(context_tokens)]
         command += ["-ntg", str(output_tokens), "-npl", str(rows), "-c", str(total)]
         command += ["-t", str(threads), "-tb", str(threads), "--output-format", "jsonl"]
-        return batched_speed(_run(command))
+        return batched_speed(_run_until_printed(command))
 
     def prompt_speed(self, model: Path, threads: int, prompt_tokens: int) -> LlamaSpeed:
         """Of the prompt of one request, up to the logits behind its last token."""
@@ -144,6 +146,16 @@ def _run(command: Sequence[str]) -> str:
         last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-4:])
         raise PeerError(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
     return done.stdout
+
+
+def _run_until_printed(command: Sequence[str]) -> str:
+    """As `_run`, of a program whose end races the thread that prints: it loses lines, often all."""
+    output = ""
+    for _ in range(_PRINT_TRIES):
+        output = _run(command)
+        if output.strip():
+            break
+    return output
 
 
 def read_logits(data: bytes) -> tuple[list[int], np.ndarray]:

@@ -179,6 +179,23 @@ def test_programs_that_are_not_there_are_named(
         llama.decode_speed(Path("m.gguf"), 1, 1, 8, 8)
 
 
+def test_a_batched_run_that_lost_its_output_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Prints at its third run.
+    script = """#!/bin/sh
+echo >> {0}/runs
+[ $(wc -l < {0}/runs) -lt 3 ] || echo '{{"n_batch": 2048, "speed_tg": 80.5}}'
+"""
+    for name in PROGRAMS:
+        (tmp_path / name).write_text(script.format(tmp_path))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    speed = LlamaCpp.find().decode_speed(Path("m.gguf"), 1, 2, 8, 8)
+    assert speed == LlamaSpeed(80.5, {"n_batch": 2048})
+    assert (tmp_path / "runs").read_text() == "\n" * 3
+
+
 def test_precision_of_every_class_of_a_file() -> None:
     types = {
         "token_embd.weight": ("Q8_0", 1),
