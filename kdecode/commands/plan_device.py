@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kdecode.decode.launches import LaunchGroup, LaunchLine
     from kdecode.decode.plan import DecodePlan
     from kdecode.engine.describe_draft import DraftLaunches
+
+# By the setting, as it is printed.
+_TRANSPORTS = {"nccl": "through NCCL", "symmetric": "through symmetric memory"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +66,7 @@ def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[d
         "backend": plan.backend,
         "arch": args.arch,
         "tensor_parallel_size": size,
+        "gpu_exchange": transport_of(lines),
         "rows": plan.rows,
         "rows_per_request": each,
         "launches": [dataclasses.asdict(line) for line in lines],
@@ -149,9 +153,13 @@ def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> 
 
     groups = group_lines(plan.config, lines)
     weights = sum(step.weight_bytes or 0 for step in plan.steps)
-    share = f", one rank of {size}" if size > 1 else ""
-    exchanges = sum(bool(line.moves) for line in lines)
-    between = f" and {exchanges:,} exchanges between ranks" if size > 1 else ""
+    launched = sum(line.is_launch for line in lines)
+    transport = transport_of(lines)
+    share, between = (f", one rank of {size}" if size > 1 else ""), ""
+    if transport is not None:
+        share += f", {_TRANSPORTS[transport]}"
+        exchanges = f"{sum(bool(line.moves) for line in lines):,} exchanges between ranks"
+        between = f" and {exchanges}" if launched < len(lines) else f", with {exchanges} in them"
     return "\n".join(
         [
             f"backend {plan.backend} on {arch}, {counted(plan.rows or 0, 'row')}, "
@@ -159,11 +167,17 @@ def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> 
             table(launch_rows(groups)),
             "",
             table(_count_rows(groups, size)),
-            f"{len(lines) - exchanges:,} launches{between}, {mebibytes(weights)} of weights at one "
-            "row",
+            f"{launched:,} launches{between}, {mebibytes(weights)} of weights at one row",
             *plan.notes,
         ]
     )
+
+
+def transport_of(lines: Sequence[LaunchLine]) -> str | None:
+    """What the launches' values go between ranks through; None where nothing does."""
+    if not any(line.moves for line in lines):
+        return None
+    return "symmetric" if all(line.is_launch for line in lines) else "nccl"
 
 
 def _count_rows(groups: list[LaunchGroup], size: int) -> list[tuple[str, ...]]:
@@ -174,7 +188,7 @@ def _count_rows(groups: list[LaunchGroup], size: int) -> list[tuple[str, ...]]:
         if not group.layers:
             continue
         moved = [column[0].moves for column in group.columns if column[0].moves]
-        launched = len(group.columns) - len(moved)
+        launched = sum(column[0].is_launch for column in group.columns)
         cells = (group.name, str(len(group.layers)), str(group.layers[0]), str(launched))
         named = "; ".join(moves.partition(",")[0] for moves in moved)
         rows.append((*cells, f"{len(moved)}: {named}") if size > 1 else cells)

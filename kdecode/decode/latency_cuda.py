@@ -183,7 +183,9 @@ _MIXTURE = ("moe_gate", "expert_up", "expert_down")
 def _uses(packed: PackedModel, deployment: Deployment) -> Iterator[Use]:
     """Every step of a plan, in order."""
     if not deployment.ranks.is_alone:
-        yield from latency_cuda_ranks.uses(packed, deployment.ranks)
+        yield from latency_cuda_ranks.uses(
+            packed, deployment.ranks, signals_peers=deployment.signals_peers
+        )
         return
     config, sides = packed.config, SideSteps.of(deployment, packed)
     first = mix_norm_of(config, "attn", 0, packed.layers[0])

@@ -29,9 +29,10 @@ _TILE_NAMES = ("BLOCK", "SPLIT")
 class LaunchLine:
     """One launch of a plan. layer: of its first stage. tile: what the kernel's constants choose.
 
-    begins_early: while the launch before it runs. moves: of an exchange between ranks, which is no
-    launch of ours: the values, and the bytes that each rank gives of a row. stream, waits_for: as
-    the plan's step has them. compiled: what a program takes; None where nothing was compiled.
+    begins_early: while the launch before it runs. moves: of an exchange between ranks the values,
+    and the bytes that each rank gives of a row; the exchange is inside of the launch, or a line
+    that is none. stream, waits_for: as the plan's step has them. compiled: what a program takes;
+    None where nothing was compiled.
     """
 
     layer: int | None
@@ -49,6 +50,11 @@ class LaunchLine:
     stream: str = MAIN
     waits_for: tuple[str, ...] = ()
     compiled: Resources | None = None
+
+    @property
+    def is_launch(self) -> bool:
+        """Of ours: an exchange by itself is not."""
+        return bool(self.grid)
 
 
 def launch_lines(plan: DecodePlan) -> list[LaunchLine]:
@@ -86,7 +92,7 @@ def _compiled(
     every = [launch for _, launch in launched if launch is not None]
     taken = iter(resources_of(every, arch, folder, processes))
     lines = [_line(step, launch) for step, launch in launched]
-    return [line if line.moves else replace(line, compiled=next(taken)) for line in lines]
+    return [replace(line, compiled=next(taken)) if line.is_launch else line for line in lines]
 
 
 def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
@@ -99,10 +105,9 @@ def _launches(plan: DecodePlan) -> Iterator[tuple[Step | None, Any]]:
 
 def _of_steps(steps: Sequence[Step]) -> Iterator[tuple[Step, Any]]:
     for step in steps:
-        # A `TritonStep`, whose module cannot be imported without Triton, or a `CuteStep`.
-        prepared: Any = step.prepared
-        yield from ((step, launch) for launch in prepared.launches)
-        if step.exchanges:
+        launched = _prepared(step)
+        yield from ((step, launch) for launch in launched)
+        if step.exchanges and not launched:
             yield step, None
 
 
@@ -126,14 +131,28 @@ def _line(step: Step | None, launch: Any) -> LaunchLine:
             if key.startswith(_TILE_NAMES) and isinstance(value, int)
         },
         weight_bytes=0 if step is None else step.weight_bytes or 0,
+        moves=_moved(step) if step is not None and launch is _prepared(step)[-1] else "",
         stream=MAIN if step is None else step.stream,
         waits_for=() if step is None else step.waits_for,
     )
 
 
-def _exchange_line(step: Step) -> LaunchLine:
+def _prepared(step: Step) -> tuple[Any, ...]:
+    # Of a `TritonStep`, whose module cannot be imported without Triton, or of a `CuteStep`.
+    prepared: Any = step.prepared
+    launched: tuple[Any, ...] = prepared.launches
+    return launched
+
+
+def _moved(step: Step) -> str:
+    if not step.exchanges:
+        return ""
     (values,) = step.exchanges
     size = sum(value.row_bytes for value in values)
+    return f"{' + '.join(value.value for value in values)}, {size:,} bytes a row"
+
+
+def _exchange_line(step: Step) -> LaunchLine:
     return LaunchLine(
         layer=step.layers[0],
         op=step.op,
@@ -146,7 +165,7 @@ def _exchange_line(step: Step) -> LaunchLine:
         begins_early=False,
         tile={},
         weight_bytes=0,
-        moves=f"{' + '.join(value.value for value in values)}, {size:,} bytes a row",
+        moves=_moved(step),
     )
 
 
@@ -213,8 +232,7 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
                 _all(str(line.warps or "-") for line in column),
                 _all(str(line.stages or "-") for line in column),
                 _all("yes" if line.begins_early else "-" for line in column),
-                first.moves
-                or tile_text({n: _all(str(line.tile[n]) for line in column) for n in first.tile}),
+                _what(column),
             ]
             if has_streams:
                 cells.append(stream_text(first.stream, first.waits_for))
@@ -223,6 +241,15 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
                 cells += most_taken(found) if found else ["-"] * 3
             rows.append((*cells, _all(" ".join(line.covers) or "-" for line in column)))
     return rows
+
+
+def _what(column: Sequence[LaunchLine]) -> str:
+    """What an exchange moves; of a launch its tile, and what it reads of the other ranks."""
+    first = column[0]
+    if not first.is_launch:
+        return first.moves
+    tile = tile_text({name: _all(str(line.tile[name]) for line in column) for name in first.tile})
+    return f"{tile}, of every rank {first.moves}" if first.moves else tile
 
 
 def most_taken(compiled: Sequence[Resources]) -> list[str]:

@@ -2,8 +2,8 @@
 
 In pytest's process Triton may be the interpreter, which has no compiler. Arguments: the folder of
 kept results, then cases as ``ARCH/SIZE/ROWS/ROWS-OF-A-REQUEST``, with ``/ranks`` behind it for the
-plan of one of so many ranks, ``/sides`` for one with launches beside its stream. Prints one JSON
-document.
+plan of one of so many ranks, ``/ranks/nccl`` where they exchange values through NCCL, ``/sides``
+for one with launches beside its stream. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import triton
 from released import kimi_k3
 
-from kdecode.config import EngineConfig, GpuKernels, ModelConfig
+from kdecode.config import EngineConfig, GpuExchange, GpuKernels, ModelConfig
 from kdecode.decode.latency_cuda import launches
 from kdecode.decode.launches import LaunchLine, launch_lines, tile_text
 from kdecode.decode.plan import DecodePlan
@@ -38,15 +38,18 @@ def share_plan(
     *,
     exchanges: bool = False,
     sides: bool = False,
+    gpu_exchange: GpuExchange = "auto",
 ) -> DecodePlan:
-    """The plan of one rank's share of the whole model; exchanges: with those of the ranks; sides:
-    with all that can run beside a plan's stream."""
+    """The plan of one rank's share of the whole model; exchanges: with those of the ranks, by
+    gpu_exchange; sides: with all that can run beside a plan's stream."""
     ranks = Ranks(0, size) if exchanges else ALONE
     engine = EngineConfig(
         device="cuda",
         decode_backend="latency_specialized",
         max_context_tokens=131_072,
         gpu_kernels=gpu_kernels,
+        tensor_parallel_size=ranks.size,
+        gpu_exchange=gpu_exchange,
         shared_experts="stream" if sides else "inside",
         weight_prefetch="l2" if sides else "off",
     )
@@ -65,7 +68,7 @@ def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     found = compile_all([job for each in jobs.values() for job in each], folder, processes)
     most: dict[tuple[str, ...], dict[str, int]] = {}
     for case, plan in plans.items():
-        launched = [line for line in launch_lines(plan) if not line.moves]
+        launched = [line for line in launch_lines(plan) if line.is_launch]
         for line, job in zip(launched, jobs[case], strict=True):
             taken = most.setdefault((case, *_name(line)), {})
             for name, value in vars(found[job]).items():
@@ -78,7 +81,13 @@ def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
 def _plan_of(case: str) -> DecodePlan:
     arch, size, rows, each, *form = case.split("/")
     sizes = int(size), int(rows), int(each)
-    return share_plan(arch, *sizes, exchanges="ranks" in form, sides="sides" in form)
+    return share_plan(
+        arch,
+        *sizes,
+        exchanges="ranks" in form,
+        sides="sides" in form,
+        gpu_exchange="nccl" if "nccl" in form else "auto",
+    )
 
 
 def _name(line: LaunchLine) -> tuple[str, str]:

@@ -135,7 +135,7 @@ def test_the_command_shows_whose_each_launch_is(
     assert main([*arguments, "--tensor-parallel-size", "16", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     found = {(launch["op"], launch["impl"]) for launch in document["launches"]}
-    assert {("projection", "cute"), ("projection_part", "triton"), ("exchange", "device")} <= found
+    assert {("projection", "cute"), ("projection_part", "triton"), ("rank_join", "triton")} <= found
     assert main([*arguments[:3], "--gpu-kernels", "cute"]) == 2
     assert "gpu_kernels is 'cute' and device 'cpu'" in capsys.readouterr().err
 

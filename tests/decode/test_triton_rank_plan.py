@@ -1,34 +1,38 @@
 """CUDA plans of several ranks: their steps in turn, in this process, against one rank.
 
 Each rank has its part of one model's weights and caches. All ranks run a step before any runs the
-next one, and read each other's parts where they lie. Without a GPU the kernels run in Triton's
-interpreter.
+next one, and read each other's parts where they lie; or they are processes, which signal each other
+and wait. Without a GPU the kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from cuda_cases import CONFIGS, DEVICE, Twins, decode_batch, deployment, poison
+from cuda_cases import CONFIGS, DEVICE, Twins, decode_batch, poison
 from native_cases import Loaded
-from torch import Tensor
-from triton_cases import Case, make_case, packed_case
+from rank_cuts import divisible
+from rank_plan_cases import (
+    Share,
+    follow_plan,
+    rank_deployment,
+    rank_share,
+    run_in_this_process,
+)
+from triton_cases import Case, make_case
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
-from kdecode.config import ModelConfig
 from kdecode.decode import latency_specialized
-from kdecode.decode.deployment import Deployment
 from kdecode.decode.plan import DecodePlan
 from kdecode.decode.runner import load_inputs
 from kdecode.kernels.contract import PartBlock, Tolerance
 from kdecode.model.outline import outline_model
-from kdecode.model.parameters import Mxfp4
-from kdecode.model.rank_share import share_of, take
+from kdecode.model.rank_share import share_of
+from kdecode.parallel import launch
 from kdecode.parallel.ranks import Ranks
 from kdecode.testing.compare import assert_close, bit_equal
 
@@ -36,35 +40,10 @@ from kdecode.testing.compare import assert_close, bit_equal
 LOGITS = Tolerance(rtol=0.0, atol=0.5, rms_ratio=2e-2)
 
 
-def divisible(config: ModelConfig) -> ModelConfig:
-    return replace(
-        config,
-        vocab_size=178,
-        kda=replace(config.kda, num_heads=4),
-        mla=replace(config.mla, num_heads=4),
-        moe=replace(config.moe, expert_width=64),
-    )
-
-
-def cut(value: Any, slot: str, ranks: Ranks) -> Any:
-    """A rank's part of canonical parameters, by the table of `rank_share`."""
-    if value is None:
-        return None
-    if isinstance(value, Tensor):
-        return take(value, slot, ranks)
-    if isinstance(value, Mxfp4):
-        return Mxfp4(take(value.packed, slot, ranks), take(value.scale, slot, ranks))
-    if isinstance(value, tuple):
-        names = ["" if slot == "layers" else f"{slot}.{number}" for number in range(len(value))]
-        return tuple(cut(item, name, ranks) for item, name in zip(value, names, strict=True))
-    assert is_dataclass(value)
-    prefix = f"{slot}." if slot else ""
-    parts = {f.name: cut(getattr(value, f.name), prefix + f.name, ranks) for f in fields(value)}
-    return replace(value, **parts)  # type: ignore[type-var]
-
-
 class Neighbours:
     """Blocks of ranks that are all in this process."""
+
+    transport = "nccl"
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -83,47 +62,10 @@ class Neighbours:
         return blocks[-1]
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one rank has, and its plan."""
-
-    plan: DecodePlan
-    caches: Caches
-
-
 def shares(case: Case, size: int, rows: int, each: int, whole: Caches) -> list[Share]:
     """Of every rank. whole: what the caches of one rank would have, on the host."""
-    exchange, found = Neighbours(size), []
-    for rank in range(size):
-        ranks = Ranks(rank, size)
-        share = packed_case(share_of(case.config, size), cut(case.parameters, "", ranks))
-        caches = own_caches(share, whole, ranks)
-        plan = latency_specialized.build(
-            rank_deployment(share.config, ranks, exchange), share.packed, caches, rows, each
-        )
-        found.append(Share(plan, caches))
-    return found
-
-
-def rank_deployment(config: ModelConfig, ranks: Ranks, exchange: Any) -> Deployment:
-    return replace(deployment(config), ranks=ranks, shared=exchange)
-
-
-def own_caches(share: Case, whole: Caches, ranks: Ranks) -> Caches:
-    size = whole.num_slots, whole.num_pages, whole.page_tokens
-    own = Caches.allocate(share.config, DEVICE, *size)
-    for layer, state in whole.recurrent.items():
-        own.recurrent[layer].copy_(own_part(state, ranks, 1))
-        windows = [own_part(window, ranks, 2) for window in whole.conv[layer].chunk(3, dim=2)]
-        own.conv[layer].copy_(torch.cat(windows, dim=2))
-    for layer, pages in whole.pages.items():
-        own.pages[layer].copy_(pages)
-    return own
-
-
-def own_part(whole: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    begin, end = ranks.span(whole.shape[dim])
-    return whole.narrow(dim, begin, end - begin)
+    exchange = Neighbours(size)
+    return [rank_share(case, Ranks(r, size), exchange, rows, each, whole) for r in range(size)]
 
 
 def run_in_turn(plans: list[DecodePlan], batch: StepBatch) -> None:
@@ -146,8 +88,13 @@ def test_a_plan_that_runs_needs_an_exchange() -> None:
     packed = outline_model(config, "rows", "mxfp4_rows", Ranks(0, 2))
     with pytest.raises(ValueError, match="runs with what they exchange values through"):
         latency_specialized.build(where, packed, Caches.allocate(config, DEVICE, 1, 1, 8), 1)
-    plan = latency_specialized.describe(where, packed, 1)
-    assert sum(bool(step.exchanges) for step in plan.steps) == 2 + 2 + 2 * 3
+    # As steps of their own, or inside of others.
+    for gpu_exchange, op in (("nccl", "exchange"), ("symmetric", "rank_join")):
+        described = replace(where, gpu_exchange=gpu_exchange)
+        plan = latency_specialized.describe(described, packed, 1)
+        exchanging = [step for step in plan.steps if step.exchanges]
+        assert len(exchanging) == 2 + 2 + 2 * 3
+        assert exchanging[0].op == op
 
 
 @pytest.mark.parametrize(
@@ -173,3 +120,29 @@ def test_two_ranks_have_together_what_one_has(case: Case, contexts: list[int]) -
         heads = torch.cat([share.caches.recurrent[layer].cpu() for share in found], dim=1)
         error = torch.linalg.norm(heads[slots] - wanted[slots]) / torch.linalg.norm(wanted[slots])
         assert error < 0.05, f"state of layer {layer}"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("name", "contexts", "steps"), [("k3", [70], 2), ("linear", [0, 5, 64], 1)]
+)
+def test_ranks_that_signal_each_other_have_what_one_has(
+    name: str, contexts: list[int], steps: int
+) -> None:
+    """In steps that follow each other, each rank as fast as it comes."""
+    group = launch.start(2, follow_plan, (name, contexts, steps), timeout_s=30.0)
+    try:
+        found = run_in_this_process(group, name, contexts, steps)
+        group.wait_until_ready()
+    finally:
+        group.close()
+    case = make_case(divisible(CONFIGS[name]))
+    loaded = Loaded(case.packed, case.parameters)
+    twins, batch = Twins.of(loaded), decode_batch(contexts)
+    twins.fill(batch, seed=1)
+    oracle = loaded.oracle(twins.theirs)
+    oracle.buffers.batch = batch
+    for first, second in found:
+        oracle.run()
+        bit_equal(second, first, "logits of two ranks")
+        assert_close(first, oracle.buffers["logits"], LOGITS, "logits")

@@ -67,3 +67,11 @@ def offsets(parts: Sequence[Part], rows: int) -> tuple[Mapping[str, int], int]:
         size = rows * part.width * part.dtype.itemsize
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
     return begins, end
+
+
+def place_of(config: ModelConfig, size: int, buffer: str) -> Place:
+    """The exchange that a part belongs to. ValueError for a buffer that is no part."""
+    for place, parts in parts_of(config, size).items():
+        if any(part.buffer == buffer for part in parts):
+            return place
+    raise ValueError(f"{buffer} is no part that ranks exchange.")

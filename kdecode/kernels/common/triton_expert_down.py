@@ -2,7 +2,8 @@
 
 A program of a row has a block of its columns for all of its slots, and so their sum. Programs of a
 distinct expert write the outputs of all its pairs; the last of a block of columns sums up all rows.
-Whoever has a sum may also leave its square for a norm, as one number a row and block of columns.
+Whoever has a sum may also leave its square for a norm, as one number a row and block of columns. On
+one of several ranks the first lines of the grid make the part of the shared experts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from kdecode.kernels.common.triton_experts import (
 )
 from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
 from kdecode.kernels.common.triton_ops import is_last_arrival, wait_for_previous
+from kdecode.kernels.common.triton_peers import Signal, signal_if_last
+from kdecode.kernels.common.triton_shared_down import SharedDown, shared_down, shared_lines
 
 # Slots whose weights a program of a row loads at a time, and rows that are summed up at a time.
 _SLOTS = 16
@@ -83,10 +86,14 @@ def down_launch(
     out: Tensor,
     gathering: Gathering | None,
     squares: Tensor | None = None,
+    shared: SharedDown | None = None,
+    signal: Signal | None = None,
 ) -> Launch:
     """product [R, N, F] bf16 -> out [R, side], of one of several ranks its part in fp32, of which
     nothing is rounded. gathering: None unless `is_grouped`; its outputs are of that dtype. squares:
-    `expert_squares`, if they are to be made; ValueError for a tile that has no whole blocks."""
+    `expert_squares`, if they are to be made; ValueError for a tile that has no whole blocks.
+    shared: a part that programs in front of the others make. signal: of what both parts are all of.
+    """
     moe, side, width = config.moe, expert_side(config), config.moe.expert_width
     is_coded, rows = stack.down_scales is not None, product.shape[0]
     slots = (rows, moe.top_k)
@@ -131,7 +138,14 @@ def down_launch(
         }
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     constants["SQUARE_COLUMNS"] = _square_columns(config, rows, squares, tile.block_n)
-    grid = (divide_up(side, tile.block_n), places)
+    blocks = divide_up(side, tile.block_n)
+    lines, more_arguments, more_constants = shared_lines(shared, arch, rows, blocks, out)
+    arguments |= more_arguments
+    constants |= more_constants
+    signal = signal or Signal({"arrivals": out, "peers": out}, {"PEERS": 0})
+    arguments |= signal.arguments
+    constants |= signal.constants
+    grid = (blocks, lines + places)
     return Launch(kernel, grid, arguments, constants, tile.warps, tile.stages, begins_early=True)
 
 
@@ -173,6 +187,11 @@ def expert_down_rows(
     scales,
     out,
     squares,
+    shared_x,
+    shared_weight,
+    shared_out,
+    arrivals,
+    peers,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
@@ -182,9 +201,33 @@ def expert_down_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SQUARE_COLUMNS: tl.constexpr,
+    SHARED_LINES: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_OUT: tl.constexpr,
+    SHARED_R: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    SHARED_K: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
+    # Two conditions, of which the compiler knows one.
+    if SHARED_LINES > 0:  # noqa: SIM102
+        if tl.program_id(1) < SHARED_LINES:
+            shared_down(
+                tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+                shared_x,
+                shared_weight,
+                shared_out,
+                tl.num_programs(1) - SHARED_LINES,
+                SHARED,
+                SHARED_OUT,
+                SHARED_R,
+                SHARED_N,
+                SHARED_K,
+            )
+            signal_if_last(arrivals, tl.num_programs(0) * tl.num_programs(1), peers, PEERS)
+            return
     wait_for_previous()
-    row = tl.program_id(1)
+    row = tl.program_id(1) - SHARED_LINES
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, TOP_K, BLOCK_SLOTS):
@@ -212,8 +255,9 @@ def expert_down_rows(
         summed = tl.reshape(summed, [1, BLOCK_N])
         begin = tl.program_id(0) * BLOCK_N
         # A program a row.
-        rows = tl.num_programs(1)
+        rows = tl.num_programs(1) - SHARED_LINES
         store_squares(squares, summed, begin, line, rows, SIDE, SQUARE_COLUMNS)
+    signal_if_last(arrivals, tl.num_programs(0) * tl.num_programs(1), peers, PEERS)
 
 
 @triton.jit(do_not_specialize=["rows", "places"])
@@ -225,6 +269,11 @@ def expert_down_grouped(
     scales,
     out,
     squares,
+    shared_x,
+    shared_weight,
+    shared_out,
+    arrivals,
+    peers,
     outputs,
     counters,
     rows,
@@ -241,10 +290,35 @@ def expert_down_grouped(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SQUARE_COLUMNS: tl.constexpr,
+    SHARED_LINES: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_OUT: tl.constexpr,
+    SHARED_R: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    SHARED_K: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
+    # Two conditions, of which the compiler knows one.
+    if SHARED_LINES > 0:  # noqa: SIM102
+        if tl.program_id(1) < SHARED_LINES:
+            shared_down(
+                tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+                shared_x,
+                shared_weight,
+                shared_out,
+                rows,
+                SHARED,
+                SHARED_OUT,
+                SHARED_R,
+                SHARED_N,
+                SHARED_K,
+            )
+            # Of the experts' programs the last of each block of columns makes the sum.
+            signal_if_last(arrivals, tl.num_programs(0) * (SHARED_LINES + 1), peers, PEERS)
+            return
     wait_for_previous()
     block = tl.program_id(0)
-    place = tl.program_id(1)
+    place = tl.program_id(1) - SHARED_LINES
     expert, match = expert_of_place(ids, place, rows * TOP_K, EXPERTS, BLOCK_P, BY_PAIR)
     count = tl.sum(match.to(tl.int32), axis=0)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -274,3 +348,4 @@ def expert_down_grouped(
             if SQUARE_COLUMNS > 0:
                 begin = block * BLOCK_N
                 store_squares(squares, summed, begin, row, rows, SIDE, SQUARE_COLUMNS)
+        signal_if_last(arrivals, tl.num_programs(0) * (SHARED_LINES + 1), peers, PEERS)

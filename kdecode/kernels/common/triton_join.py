@@ -64,32 +64,20 @@ def prepare_join(
 
 
 @triton.jit
-def add_residual(
-    delta,
-    n,
-    rows,
-    delta_out,
-    prefix,
-    pushed,
-    WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PUSH: tl.constexpr,
-):
-    """delta [BLOCK_N, BLOCK_R] bf16 of columns n to its buffer and into the prefix.
+def add_residual(delta, at, inside, delta_out, prefix, pushed, PUSH: tl.constexpr):
+    """delta in bf16 to ``at`` in its buffer and into the prefix. Returns the old one and the new.
 
     With PUSH the old prefix goes to ``pushed``, and a new one starts from delta.
     """
-    r = tl.arange(0, BLOCK_R)[None, :]
-    at = r * WIDTH + n[:, None]
-    inside = (r < rows) & (n < WIDTH)[:, None]
     tl.store(delta_out + at, delta, mask=inside)
     old = tl.load(prefix + at, mask=inside, other=0.0)
     if PUSH:
         tl.store(pushed + at, old, mask=inside)
-        tl.store(prefix + at, delta, mask=inside)
+        new = delta
     else:
-        summed = old.to(tl.float32) + delta.to(tl.float32)
-        tl.store(prefix + at, to_bf16(summed), mask=inside)
+        new = to_bf16(old.to(tl.float32) + delta.to(tl.float32))
+    tl.store(prefix + at, new, mask=inside)
+    return old, new
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -111,4 +99,7 @@ def join(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.minimum(n, WIDTH - 1)
     acc = product(x, weight, x, 0.0, held, rows, 0, INNER, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False)
-    add_residual(to_bf16(acc), n, rows, delta_out, prefix, pushed, WIDTH, BLOCK_R, PUSH)
+    r = tl.arange(0, BLOCK_R)[None, :]
+    inside = (r < rows) & (n < WIDTH)[:, None]
+    at = r * WIDTH + n[:, None]
+    add_residual(to_bf16(acc), at, inside, delta_out, prefix, pushed, PUSH)

@@ -53,6 +53,26 @@ def mix_arguments(
 
 
 @triton.jit
+def mixed_by(sources, scores, prefix, score):
+    """The mix of bf16 sources [S, N] and the prefix [1, N], fp32 of bf16 values, by their scores,
+    [S] and one; rounded as it is stored."""
+    top = tl.maximum(tl.max(scores, axis=0), score)
+    shares, share = tl.exp(scores - top), tl.exp(score - top)
+    # A thread has all sources of its columns.
+    summed = tl.sum(sources.to(tl.float32) * shares[:, None], axis=0)[None, :] + prefix * share
+    return round_bf16(summed / (tl.sum(shares, axis=0) + share))
+
+
+@triton.jit
+def store_normed(mixed, norm, row, columns, inside, mix_out, norm_out, eps, WIDTH: tl.constexpr):
+    """A whole row [1, N] and its norm."""
+    out = row * WIDTH + columns
+    tl.store(mix_out + out, to_bf16(mixed), mask=inside)
+    normed = mixed * tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps) * norm
+    tl.store(norm_out + out, to_bf16(normed), mask=inside)
+
+
+@triton.jit
 def mix_norm_row(
     row,
     rows,
@@ -90,12 +110,5 @@ def mix_norm_row(
     if SNAPSHOTS > 0:
         again = tl.load(sources, mask=inside, other=0.0)
         score = tl.sum(mixed * mix) * tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps)
-        top = tl.maximum(tl.max(scores, axis=0), score)
-        shares, share = tl.exp(scores - top), tl.exp(score - top)
-        # A thread has all sources of its columns.
-        summed = tl.sum(again.to(tl.float32) * shares[:, None], axis=0)[None, :] + mixed * share
-        mixed = round_bf16(summed / (tl.sum(shares, axis=0) + share))
-    out = row * WIDTH + columns
-    tl.store(mix_out + out, to_bf16(mixed), mask=inside)
-    normed = mixed * tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps) * norm
-    tl.store(norm_out + out, to_bf16(normed), mask=inside)
+        mixed = mixed_by(again, scores, mixed, score)
+    store_normed(mixed, norm, row, columns, inside, mix_out, norm_out, eps, WIDTH)

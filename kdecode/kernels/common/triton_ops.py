@@ -95,3 +95,12 @@ def is_last_arrival(counter, expected):
     if is_last:
         tl.store(counter, 0)
     return is_last
+
+
+@triton.jit
+def wait_for_word(word):
+    """Returns once another program of this launch has made an int32 word other than 0, by an atomic
+    operation that releases what it stored before. Somebody has to see to it that it runs."""
+    seen = tl.atomic_add(word, 0, sem="acquire")
+    while seen == 0:
+        seen = tl.atomic_add(word, 0, sem="acquire")

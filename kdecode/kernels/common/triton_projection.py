@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kdecode.kernels.common.triton_launch import Launch, divide_up, plan_rows
 from kdecode.kernels.common.triton_ops import is_last_arrival, round_bf16
+from kdecode.kernels.common.triton_peers import signal_if_last, signal_of
 from kdecode.kernels.common.triton_product import product, product_rows, product_tile
-from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.contract import Buffers, PartBlock, Problem
 
 
 def projection_launch(
@@ -26,9 +27,11 @@ def projection_launch(
     buffers: Buffers,
     *,
     is_rounded: bool = True,
+    block: PartBlock | None = None,
 ) -> Launch:
     """x bf16 [rows, inner], weight bf16 [columns, inner], out bf16 or fp32 [rows, columns], all of
-    which the caller has checked. is_rounded: to bf16, also where ``out`` is fp32.
+    which the caller has checked. is_rounded: to bf16, also where ``out`` is fp32. block: where the
+    launch makes the whole of a part for other ranks, that part's.
     """
     rows, (columns, inner) = plan_rows(problem), weight.shape
     tile = product_tile("projection", problem.arch, rows, columns, inner, can_split=True)
@@ -36,18 +39,20 @@ def projection_launch(
     # Each program but the last has so many rounds of input columns, and none has none.
     rounds = divide_up(inner, tile.block_k * tile.split)
     split = divide_up(inner, tile.block_k * rounds)
+    signal = signal_of(block, buffers, out)
     partial, counters = out, out  # not used by one program a block
     if split > 1:
         # Of another size for another matrix.
         size = split * blocks * tile.block_n * block_r
         partial = buffers.scratch(f"product_parts_{size}", (size,), torch.float32)
         counters = buffers.counters(blocks)
-    arguments: dict[str, Tensor | int | float] = {
+    arguments = {
         "x": x,
         "weight": weight,
         "out": out,
         "partial": partial,
         "counters": counters,
+        **signal.arguments,
         "rows": rows,
     }
     constants = {
@@ -59,6 +64,7 @@ def projection_launch(
         "ROUNDS": rounds,
         "SPLIT": split,
         "ROUND": is_rounded,
+        **signal.constants,
     }
     grid = (blocks, split)
     return Launch(
@@ -83,6 +89,8 @@ def projection(
     out,
     partial,
     counters,
+    arrivals,
+    peers,
     rows,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -92,6 +100,7 @@ def projection(
     ROUNDS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROUND: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
     block, part = tl.program_id(0), tl.program_id(1)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -103,6 +112,7 @@ def projection(
     )
     if SPLIT == 1:
         _store(acc, out, n, rows, COLUMNS, BLOCK_R, ROUND)
+        signal_if_last(arrivals, tl.num_programs(0), peers, PEERS)
     else:
         size: tl.constexpr = BLOCK_N * BLOCK_R
         own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
@@ -113,3 +123,4 @@ def projection(
             for other in tl.static_range(1, SPLIT):
                 total += tl.load(first + other * size + own)
             _store(total, out, n, rows, COLUMNS, BLOCK_R, ROUND)
+            signal_if_last(arrivals, tl.num_programs(0), peers, PEERS)

@@ -1,4 +1,4 @@
-"""The sum of what several ranks have given, in their order, rounded once: one launch on a GPU."""
+"""The sum of what several ranks have given, in their order: a device function, and a launch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ def sum_launch(parts: Tensor, out: Tensor) -> Launch:
     }
     grid = (divide_up(numbers, _BLOCK),)
     return Launch(sum_ranks, grid, arguments, {"SIZE": size, "BLOCK": _BLOCK})
+
+
+@triton.jit
+def sum_of_ranks(sources, at, inside, offset, SIZE: tl.constexpr):
+    """fp32 numbers of every rank's part, which begins ``offset`` bytes behind the rank's address in
+    ``sources``, added in the order of the ranks."""
+    first = (tl.load(sources) + offset).to(tl.pointer_type(tl.float32))
+    total = tl.load(first + at, mask=inside, other=0.0)
+    for rank in tl.static_range(1, SIZE):
+        part = (tl.load(sources + rank) + offset).to(tl.pointer_type(tl.float32))
+        total += tl.load(part + at, mask=inside, other=0.0)
+    return total
 
 
 @triton.jit(do_not_specialize=["numbers"])

@@ -9,6 +9,9 @@ is, `common/expert_squares.py` says.
 
 In a step of many rows each distinct expert is read once, for all rows that chose it. An id outside
 [0, E) reads nothing and makes its row NaN.
+
+On one of several ranks it leaves parts of two sums, in fp32 and not rounded on the way:
+`expert_part` of expert_sum, and shared_part = shared_down shared_product, which is moe_gate's.
 """
 
 from __future__ import annotations

@@ -12,7 +12,14 @@ from kdecode.kernels.common.triton_expert_down import (
     is_grouped,
     num_counters,
 )
-from kdecode.kernels.common.triton_launch import TritonStep, plan_rows, refuse_plan_rows
+from kdecode.kernels.common.triton_launch import (
+    TritonStep,
+    plan_rows,
+    refuse_plan_rows,
+    row_major,
+)
+from kdecode.kernels.common.triton_peers import signal_of
+from kdecode.kernels.common.triton_shared_down import SharedDown
 from kdecode.kernels.contract import Buffers, Problem
 
 
@@ -41,5 +48,16 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         out,
         gathering,
         buffers.get("expert_squares") if is_alone else None,
+        None if is_alone else _shared(problem, weights.mlp, buffers),
+        None if is_alone else signal_of(buffers.blocks["experts"], buffers, out),
     )
     return TritonStep(launch)
+
+
+def _shared(problem: Problem, mixture: Any, buffers: Buffers) -> SharedDown | None:
+    """The shared experts' part, where the model has them."""
+    shape = problem.config.hidden_size, problem.config.moe.shared_width
+    if mixture.shared is None:
+        return None
+    weight = row_major(mixture.shared.down, shape, "the shared down matrix")
+    return SharedDown(buffers["shared_product"], weight, buffers["shared_part"])

@@ -9,6 +9,10 @@
 `shared_product` is the first half of the stage shared_mlp, done here because it reads the same
 input: a mixture's shared experts cost no launch of their own. `moe_join` does the other half and is
 the step that covers the stage. A row of NaN gets the experts 0 .. N-1 with NaN weights.
+
+On one of several ranks the products are this rank's parts of two values, `router_part` and
+`latent_part`, and of the shared experts'. Where the ranks signal each other from inside of their
+kernels it also makes both values whole, which are the stages' ends; else `rank_whole` does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,12 @@
 
 The router's programs come first. All ask for their weights before the launch ahead is over. Of one
 or two rows the last of the router's to arrive makes the choice, while others still multiply; of
-more rows a second launch does, one program a row. Of several ranks each has some rows of the router
-and of the way to the latents, and leaves the choice to `rank_whole`.
+more rows a second launch does, one program a row.
+
+Of several ranks each has some rows of the router and of the way to the latents. Where they signal
+each other, the last of both kinds of programs to arrive does so, and of one or two rows it then
+waits for the others and makes the choice; of more rows the last programs of the grid do, each for
+one row. Otherwise the choice is left to `rank_whole`.
 """
 
 from __future__ import annotations
@@ -25,8 +29,17 @@ from kdecode.kernels.common.triton_launch import (
     row_major,
     tensor_for,
 )
-from kdecode.kernels.common.triton_ops import gated, is_last_arrival, round_bf16, to_bf16
+from kdecode.kernels.common.triton_ops import (
+    gated,
+    is_last_arrival,
+    round_bf16,
+    to_bf16,
+    wait_for_previous,
+    wait_for_word,
+)
+from kdecode.kernels.common.triton_peers import peers_of, signal_peers, wait_for_peers
 from kdecode.kernels.common.triton_product import product, product_rows, product_tile
+from kdecode.kernels.common.triton_rank_route import choice_of_ranks, choose_row
 from kdecode.kernels.common.triton_route import (
     refuse_choice,
     route_constants,
@@ -60,42 +73,64 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         divide_up(latent, block_n),
         divide_up(2 * shared, block_n),
     )
-    logits = buffers.scratch("router_logits", (rows, moe.num_experts), FP32)
-    ids, chosen = buffers["route_ids"], buffers["route_weights"]
-    choose = route_launch(moe, logits, mixture.router_bias, ids, chosen)
-    selects = is_alone and rows <= SELECT_ROWS
+    choice, sizes, then = _choice(problem, mixture, buffers)
+    can_wait = sizes["PEERS"] > 0
+    selects = rows <= SELECT_ROWS and (is_alone or can_wait)
     arguments = {
-        **choose.arguments,
+        **choice,
         "x": tensor_for(buffers["mlp_in"], BF16, (rows, inner), name="mlp_in"),
         "router": row_major(mixture.router, (experts, inner), "the router"),
         **_outputs(problem, mixture, buffers),
-        "counter": buffers.counters(1),
+        # Of programs that multiply, and of those that choose; whether the first are done.
+        "counters": buffers.counters(3),
         "beta": config.activation.beta or 0.0,
         "bound": config.activation.linear_beta or 0.0,
         "rows": rows,
     }
-    if not is_alone:
-        part = buffers["router_part"]
-        arguments["logits"] = tensor_for(part, FP32, (rows, experts), name="router_part")
     constants = {
-        **route_constants(moe),
+        **sizes,
         "EXPERTS": experts,
         "LATENT": latent,
         "SHARED": shared,
         "INNER": inner,
         "ROUTER_BLOCKS": blocks.router,
         "LATENT_BLOCKS": blocks.latent,
+        "PRODUCTS": blocks.total,
         "IS_SITU": config.activation.kind == "situ",
         "SELECT": selects,
         "BLOCK_R": product_rows(rows),
         "BLOCK_N": block_n,
         "BLOCK_K": tile.block_k,
     }
-    grid = (blocks.total,)
+    grid = (blocks.total + (rows if can_wait and not selects else 0),)
     launch = Launch(
         moe_gate, grid, arguments, constants, tile.warps, tile.stages, begins_early=True
     )
-    return TritonStep(launch, then=() if selects or not is_alone else (choose,))
+    return TritonStep(launch, then=then if is_alone and not selects else ())
+
+
+def _choice(
+    problem: Problem, mixture: Any, buffers: Buffers
+) -> tuple[dict[str, Any], dict[str, Any], tuple[Launch, ...]]:
+    """Arguments and constants of the choice, and the launch that a rank which is alone may leave it
+    to. logits: of this rank's experts."""
+    moe, rows = problem.config.moe, plan_rows(problem)
+    if problem.ranks.is_alone:
+        logits = buffers.scratch("router_logits", (rows, moe.num_experts), FP32)
+        ids, chosen = buffers["route_ids"], buffers["route_weights"]
+        launch = route_launch(moe, logits, mixture.router_bias, ids, chosen)
+        unused = dict.fromkeys(("sources", "peers", "scores", "latents"), logits)
+        arguments = {**launch.arguments, **unused, "offset": 0}
+        return arguments, {**launch.constants, "LATENTS_BLOCK": 1, "PEERS": 0}, (launch,)
+    experts, _ = _own_rows(problem)
+    peers, size = peers_of(buffers.blocks["gate"])
+    arguments, constants = choice_of_ranks(problem, mixture, buffers)
+    arguments |= {
+        "logits": tensor_for(buffers["router_part"], FP32, (rows, experts), name="router_part"),
+        "peers": peers,
+    }
+    sizes = {name: constants[name] for name in route_constants(moe)}
+    return arguments, {**sizes, "LATENTS_BLOCK": constants["BLOCK_L"], "PEERS": size}, ()
 
 
 def _own_rows(problem: Problem) -> tuple[int, int]:
@@ -134,7 +169,98 @@ def _outputs(problem: Problem, mixture: Any, buffers: Buffers) -> dict[str, Tens
     return found
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _choose_behind(
+    block,
+    counters,
+    peers,
+    sources,
+    bias,
+    scores,
+    latents,
+    ids,
+    weights,
+    scaling,
+    offset,
+    rows,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LATENT: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SELECT: tl.constexpr,
+    PEERS: tl.constexpr,
+):
+    """Of ranks that signal each other: what follows when the first PARTS programs have stored
+    this rank's parts. With SELECT the last of them chooses for all rows, else each of the programs
+    behind PRODUCTS for one.
+
+    Those wait for other programs of their own launch. They are as many as rows, and any GPU has
+    room for more than 64 programs, so that the others always run.
+    """
+    if block < PARTS:
+        if is_last_arrival(counters, PARTS):
+            signal_peers(peers, PEERS)
+            if SELECT:
+                wait_for_peers(peers, PEERS)
+                for row in range(rows):
+                    choose_row(
+                        row,
+                        sources,
+                        bias,
+                        scores,
+                        latents,
+                        ids,
+                        weights,
+                        scaling,
+                        offset,
+                        EXPERTS * PEERS,
+                        EXPERTS,
+                        LATENT * PEERS,
+                        LATENT,
+                        TOP_K,
+                        BLOCK_E,
+                        BLOCK_L,
+                        BLOCK_SLOTS,
+                        RENORMALISE,
+                    )
+            else:
+                tl.atomic_xchg(counters + 2, 1, sem="release")
+    elif block >= PRODUCTS:  # noqa: SIM102
+        # The compiler knows this one.
+        if not SELECT:
+            wait_for_previous()
+            wait_for_word(counters + 2)
+            wait_for_peers(peers, PEERS)
+            choose_row(
+                block - PRODUCTS,
+                sources,
+                bias,
+                scores,
+                latents,
+                ids,
+                weights,
+                scaling,
+                offset,
+                EXPERTS * PEERS,
+                EXPERTS,
+                LATENT * PEERS,
+                LATENT,
+                TOP_K,
+                BLOCK_E,
+                BLOCK_L,
+                BLOCK_SLOTS,
+                RENORMALISE,
+            )
+            if is_last_arrival(counters + 1, rows):
+                tl.store(counters + 2, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "offset"])
 def moe_gate(
     x,
     router,
@@ -146,10 +272,15 @@ def moe_gate(
     weights,
     latent,
     product_out,
-    counter,
+    counters,
+    peers,
+    sources,
+    scores,
+    latents,
     scaling,
     beta,
     bound,
+    offset,
     rows,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -158,11 +289,14 @@ def moe_gate(
     INNER: tl.constexpr,
     ROUTER_BLOCKS: tl.constexpr,
     LATENT_BLOCKS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    LATENTS_BLOCK: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     IS_SITU: tl.constexpr,
     SELECT: tl.constexpr,
+    PEERS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -178,9 +312,9 @@ def moe_gate(
         )
         is_expert = (r < rows) & (expert < EXPERTS)[:, None]
         tl.store(logits + r * EXPERTS + expert[:, None], sums, mask=is_expert)
-        # Two conditions, of which the compiler knows one.
-        if SELECT:  # noqa: SIM102
-            if is_last_arrival(counter, ROUTER_BLOCKS):
+        # Conditions of which the compiler knows one.
+        if SELECT and PEERS == 0:  # noqa: SIM102
+            if is_last_arrival(counters, ROUTER_BLOCKS):
                 for row in range(rows):
                     select_experts(
                         logits + row * EXPERTS,
@@ -215,15 +349,42 @@ def moe_gate(
             )
             is_latent = (r < rows) & (column < LATENT)[:, None]
             tl.store(latent + r * LATENT + column[:, None], to_bf16(sums), mask=is_latent)
-    elif SHARED > 0:
-        first = (block - ROUTER_BLOCKS - LATENT_BLOCKS) * (BLOCK_N // 2)
-        held = tl.minimum(first + at // 2, SHARED - 1) + (at % 2) * SHARED
-        sums = product(
-            x, gate_up, x, 0.0, held, rows, 0, INNER, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
+    elif block < PRODUCTS:  # noqa: SIM102
+        if SHARED > 0:
+            first = (block - ROUTER_BLOCKS - LATENT_BLOCKS) * (BLOCK_N // 2)
+            held = tl.minimum(first + at // 2, SHARED - 1) + (at % 2) * SHARED
+            sums = product(
+                x, gate_up, x, 0.0, held, rows, 0, INNER, INNER, BLOCK_R, BLOCK_N, BLOCK_K, False
+            )
+            pairs = tl.permute(tl.reshape(sums, [BLOCK_N // 2, 2, BLOCK_R]), (0, 2, 1))
+            gate, up = tl.split(pairs)
+            values = gated(round_bf16(gate), round_bf16(up), beta, bound, IS_SITU)
+            n = first + tl.arange(0, BLOCK_N // 2)
+            is_shared = (r < rows) & (n < SHARED)[:, None]
+            tl.store(product_out + r * SHARED + n[:, None], to_bf16(values), mask=is_shared)
+    if PEERS > 0:
+        _choose_behind(
+            block,
+            counters,
+            peers,
+            sources,
+            bias,
+            scores,
+            latents,
+            ids,
+            weights,
+            scaling,
+            offset,
+            rows,
+            EXPERTS,
+            TOP_K,
+            LATENT,
+            ROUTER_BLOCKS + LATENT_BLOCKS,
+            PRODUCTS,
+            BLOCK_E,
+            LATENTS_BLOCK,
+            BLOCK_SLOTS,
+            RENORMALISE,
+            SELECT,
+            PEERS,
         )
-        pairs = tl.permute(tl.reshape(sums, [BLOCK_N // 2, 2, BLOCK_R]), (0, 2, 1))
-        gate, up = tl.split(pairs)
-        values = gated(round_bf16(gate), round_bf16(up), beta, bound, IS_SITU)
-        n = first + tl.arange(0, BLOCK_N // 2)
-        is_shared = (r < rows) & (n < SHARED)[:, None]
-        tl.store(product_out + r * SHARED + n[:, None], to_bf16(values), mask=is_shared)

@@ -187,4 +187,4 @@ def moe_join(
         )
         tl.store(shared + at, to_bf16(acc), mask=inside)
         delta += round_bf16(acc)
-    add_residual(to_bf16(delta), n, rows, delta_out, prefix, prefix, WIDTH, BLOCK_R, False)
+    add_residual(to_bf16(delta), at, inside, delta_out, prefix, prefix, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kdecode.kernels.common.rank_parts import place_of
 from kdecode.kernels.common.triton_launch import (
     TritonStep,
     plan_rows,
@@ -12,7 +13,7 @@ from kdecode.kernels.common.triton_launch import (
     tensor_for,
 )
 from kdecode.kernels.common.triton_projection import projection_launch
-from kdecode.kernels.contract import Buffers, Problem
+from kdecode.kernels.contract import Buffers, PartBlock, Problem
 from kdecode.kernels.projection.op import ProjectionWeights
 
 
@@ -33,5 +34,13 @@ def prepare(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> T
         tensor_for(out, dtype, (rows, columns), name=weights.output),
         buffers,
         is_rounded=not is_part,
+        block=_block_of(problem, weights, buffers),
     )
     return TritonStep(launch)
+
+
+def _block_of(problem: Problem, weights: ProjectionWeights, buffers: Buffers) -> PartBlock | None:
+    """What the product is a part of, of several ranks."""
+    if weights.exchange is None or problem.ranks.is_alone:
+        return None
+    return buffers.blocks[place_of(problem.config, problem.ranks.size, weights.output)]
