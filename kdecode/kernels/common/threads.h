@@ -37,6 +37,7 @@ class Worker {
     for (int i = 0; i < count_; ++i) {
       const int owner = (index_ + i) % count_;
       const std::int64_t first = chunks * owner / count_, last = chunks * (owner + 1) / count_;
+      if (first == last) continue;
       std::atomic<std::int64_t>& taken = taken_of(split, owner);
       // The first look is one that does not take the counter from its owner.
       while (first + taken.load(std::memory_order_relaxed) < last) {
