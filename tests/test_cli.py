@@ -16,6 +16,7 @@ from kdecode.config_draft import DraftKind
 from kdecode.model.draft_synthesis import make_draft
 
 ENGINE = ["--threads", "1", "--page-tokens", "16"]
+SPECIALIZED = ("--decode-backend", "latency_specialized")
 
 
 def _run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
@@ -201,6 +202,26 @@ def test_plan_of_a_configuration_needs_no_weights(
     code, out, _ = _run(capsys, "plan", "--config", config, *args, *arch)
     assert code == 1
     assert "The Triton kernels are made for sm_90 (Hopper) and later; cuda is sm_80." in out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--tensor-parallel-size", 2, "--gpu-exchange", "nccl"),
+        ("--tensor-parallel-size", 2, "--gpu-exchange", "symmetric"),
+        ("--gpu-kernels", "cute"),
+        (*SPECIALIZED, "--gpu-kernels", "cute", "--rows", 100),
+        (*SPECIALIZED, "--shared-experts", "stream", "--rows", 100),
+        (*SPECIALIZED, "--weight-prefetch", "l2", "--rows", 12),
+    ],
+)
+def test_what_a_gpu_alone_has_does_not_refuse_the_standard_plan(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path, settings: tuple[object, ...]
+) -> None:
+    config = ("--config", mini_checkpoint / "config.json", "--device", "cuda")
+    code, out, err = _run(capsys, "plan", *config, *settings)
+    assert (code, err) == (0, "")
+    assert out.startswith("backend auto")
 
 
 @pytest.mark.parametrize("part", ["decode", "contention"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdecode.bench.wording import counted
 from kdecode.commands.common import InputError, mebibytes, table
-from kdecode.config import EngineConfig, ModelConfig, environment
+from kdecode.config import EngineConfig, GpuExchange, ModelConfig, environment
 
 if TYPE_CHECKING:
     from kdecode.decode.launches import LaunchGroup, LaunchLine
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # By the setting, as it is printed.
 _TRANSPORTS = {"nccl": "through NCCL", "symmetric": "through symmetric memory"}
+# Behind it where nobody has chosen: whether the GPUs share memory, only they can tell.
+_ASSUMED = ", where the GPUs have it; else --gpu-exchange nccl shows what runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,16 +64,18 @@ def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[d
     share, ranks = share_of(model, size), Ranks(0, size)
     plan = describe_launches(share, config, args.arch, args.rows * each, each, ranks)
     lines = _compiled(args, config, plan, compile_lines) if args.compile else launch_lines(plan)
+    transport = transport_of(lines)
     document = {
         "backend": plan.backend,
         "arch": args.arch,
         "tensor_parallel_size": size,
-        "gpu_exchange": transport_of(lines),
+        "gpu_exchange": transport,
+        "gpu_exchange_is_assumed": transport is not None and config.gpu_exchange == "auto",
         "rows": plan.rows,
         "rows_per_request": each,
         "launches": [dataclasses.asdict(line) for line in lines],
     }
-    text = text_of(plan, lines, args.arch, size)
+    text = text_of(plan, lines, args.arch, size, config.gpu_exchange)
     if config.speculative is not None:
         document["draft"], of_draft = _draft(model, args, config)
         text += f"\n\n{of_draft}"
@@ -147,8 +151,14 @@ def draft_text_of(
     )
 
 
-def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> str:
-    """The launches of each kind of layer, and how many there are."""
+def text_of(
+    plan: DecodePlan,
+    lines: list[LaunchLine],
+    arch: str,
+    size: int,
+    gpu_exchange: GpuExchange = "auto",
+) -> str:
+    """The launches of each kind of layer, and how many there are. gpu_exchange: as it was set."""
     from kdecode.decode.launches import group_lines, launch_rows
 
     groups = group_lines(plan.config, lines)
@@ -157,7 +167,7 @@ def text_of(plan: DecodePlan, lines: list[LaunchLine], arch: str, size: int) -> 
     transport = transport_of(lines)
     share, between = (f", one rank of {size}" if size > 1 else ""), ""
     if transport is not None:
-        share += f", {_TRANSPORTS[transport]}"
+        share += f", {_TRANSPORTS[transport]}{_ASSUMED if gpu_exchange == 'auto' else ''}"
         exchanges = f"{sum(bool(line.moves) for line in lines):,} exchanges between ranks"
         between = f" and {exchanges}" if launched < len(lines) else f", with {exchanges} in them"
     return "\n".join(

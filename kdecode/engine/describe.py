@@ -27,6 +27,8 @@ from kdecode.parallel.ranks import ALONE, Ranks
 _PACKING_NOTE = (
     "bf16 weights are counted at 16 bits; how far they pack without loss depends on their values"
 )
+# Settings that `EngineConfig` takes with a GPU only.
+_OF_A_GPU = ("gpu_kernels", "gpu_exchange", "shared_experts", "weight_prefetch")
 _CHANGED_NOTE = "the trunk is in {}: its weights differ from the checkpoint's"
 
 
@@ -58,8 +60,7 @@ def describe_plan(
         plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)
         return replace(plan, notes=(*plan.notes, *notes)), size
     caches = _meta_caches(share, engine, ranks)
-    # The standard forward is the same on every device, and this one need not exist.
-    plan = build_auto_plan(packed, caches, replace(engine, device="cpu"), ranks)
+    plan = build_auto_plan(packed, caches, _on_no_gpu(engine), ranks)
     steps = tuple(replace(step, run=cannot_run) for step in plan.steps)
     return replace(plan, steps=steps, notes=notes), size
 
@@ -103,6 +104,13 @@ def describe_launches(
         deployment, packed, _meta_caches(config, engine, ALONE), rows, rows_per_request
     )
     return replace(plan, launch=cannot_run)
+
+
+def _on_no_gpu(engine: EngineConfig) -> EngineConfig:
+    """The standard forward's settings: it is the same on every device, which need not exist, and
+    takes nothing of what only a GPU has."""
+    plain = {name: getattr(EngineConfig(), name) for name in _OF_A_GPU}
+    return replace(engine, device="cpu", **plain)
 
 
 def _meta_caches(config: ModelConfig, engine: EngineConfig, ranks: Ranks) -> Caches:

@@ -146,10 +146,13 @@ def test_the_command_prints_the_plan_that_is_committed(
     assert main([*arguments, "--gpu-exchange", "nccl"]) == 0
     printed = capsys.readouterr().out
     assert "one rank of 16, through NCCL\n" in printed
+    assert main([*arguments, "--gpu-exchange", "symmetric"]) == 0
+    assert "one rank of 16, through symmetric memory\n" in capsys.readouterr().out
     assert "1,095 launches and 372 exchanges between ranks, " in printed
     assert main([*arguments, "--drafts", "7", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["rows"], document["rows_per_request"]) == (8, 8)
+    assert (document["gpu_exchange"], document["gpu_exchange_is_assumed"]) == ("symmetric", True)
     assert document["launches"][-1]["op"] == "kda_commit"
     assert {launch["compiled"] for launch in document["launches"]} == {None}
 
