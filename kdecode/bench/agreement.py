@@ -11,6 +11,7 @@ one, and says at each which token it would have taken and by how much.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -32,14 +33,19 @@ class AgreementStep(NamedTuple):
 
 @dataclass(frozen=True)
 class NearTie:
-    """A margin up to atol + rtol * |max logit| is a tie that rounding may decide either way."""
+    """A margin up to atol + rtol * |max logit| is a tie that rounding may decide either way.
+
+    Raises ValueError for tolerances that any choice would keep to.
+    """
 
     atol: float
     rtol: float
 
     def __post_init__(self) -> None:
-        if self.atol < 0 or self.rtol < 0:
-            raise ValueError(f"A near-tie tolerance is negative: {self.atol}, {self.rtol}.")
+        if not (self.atol >= 0 and math.isfinite(self.atol)):
+            raise ValueError(f"near_tie_atol is {self.atol}; it must be a finite number from 0 on.")
+        if not 0 <= self.rtol < 1:
+            raise ValueError(f"near_tie_rtol is {self.rtol}; it must be from 0 to below 1.")
 
     def classify(self, step: AgreementStep) -> DivergenceClass:
         limit = self.atol + self.rtol * abs(step.max_logit)

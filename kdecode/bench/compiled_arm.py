@@ -23,6 +23,9 @@ from kdecode.engine.request import RequestError, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Steps that are compared, of all requests together, however short the timed replies are.
+LEAST_POSITIONS = 16
+
 
 @dataclass(frozen=True)
 class Drift:
@@ -47,11 +50,13 @@ class CompiledArm(KdecodeArm):
     def __init__(self, llm: LLM, form: CompileForm, near_tie: NearTie, work: Work) -> None:
         super().__init__(llm, work)
         self.name += f", torch.compile {form}"
-        prompts, params = work.prompts(llm.tokenizer.num_base), _params(work)
+        prompts = work.prompts(llm.tokenizer.num_base)
+        params = SamplingParams(max_tokens=checked_tokens(work), ignore_eos=True)
         replies = [output.token_ids for output in llm.generate(prompts, params)]
-        wanted = follow(llm, prompts, replies)
+        wanted = _decoded(follow(llm, prompts, replies))
         self.compile_s = llm.compile_decode(work.rows, form)
-        self.drift = drift(wanted, follow(llm, prompts, replies), near_tie)
+        self.near_tie = near_tie
+        self.drift = drift(wanted, _decoded(follow(llm, prompts, replies)), near_tie)
         if self.drift.real:
             raise PeerError(
                 f"{self.drift.real} of {self.drift.positions} choices are not those of the same "
@@ -62,7 +67,8 @@ class CompiledArm(KdecodeArm):
             **self.settings,
             "compiled in": f"{self.compile_s:.0f} s",
             "drift": f"{self.drift.rms_ratio:.1%} of the logits' spread, "
-            f"{self.drift.near_ties} near-ties in {self.drift.positions} positions",
+            f"{self.drift.near_ties} near-ties (up to {near_tie.rtol:g} of the largest logit) and "
+            f"no other difference in {self.drift.positions} positions",
         }
 
     def decoded(self) -> Window:
@@ -79,7 +85,17 @@ class CompiledArm(KdecodeArm):
 
     def facts(self) -> dict[str, Any]:
         """For a report."""
-        return {"compile_s": self.compile_s, "drift": asdict(self.drift)}
+        return {
+            "compile_s": self.compile_s,
+            "near_tie": asdict(self.near_tie),
+            "drift": asdict(self.drift),
+        }
+
+
+def checked_tokens(work: Work) -> int:
+    """Tokens of each reply that the check follows: those of the work, or more of a short one."""
+    # The first token of a reply comes from its prompt, by a step that is not compiled.
+    return max(work.output_tokens, 1 - (-LEAST_POSITIONS // work.rows))
 
 
 def follow(
@@ -133,5 +149,6 @@ def drift(
     )
 
 
-def _params(work: Work) -> SamplingParams:
-    return SamplingParams(max_tokens=work.output_tokens, ignore_eos=True)
+def _decoded(lines: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """Without the logits behind each prompt, which no decode step has made."""
+    return [line[1:] for line in lines]

@@ -34,6 +34,8 @@ _GGML_CLASSES = {
     "norms, convolutions, biases": r"norm|conv1d|bias|_res_score|ssm_a$",
 }
 TRUNK = "projections, dense and shared MLP"
+# Of our settings, what an arm on a GPU names in the place of threads and instructions.
+_OF_A_GPU = ("gpu_kernels", "shared_experts", "weight_prefetch")
 # What the products of a trunk in whole numbers take x as.
 _INTEGER_INPUTS = {"int8": "whole numbers of 16 bits", "int4": "bf16"}
 
@@ -65,16 +67,7 @@ class KdecodeArm:
         self.version = f"kdecode {versions['kdecode']}, torch {versions['torch']}"
         self.keeps_weights = not config["weights_differ_from_checkpoint"]
         self.precision = _our_precision(llm)
-        is_packed = config["decode_backend"] == "latency_specialized" and trunk == "bf16"
-        packing = {"lossless packing": config["lossless_packing"]} if is_packed else {}
-        self.settings: Mapping[str, Any] = {
-            **{name: config[name] for name in ("threads", "isa")},
-            "trunk": trunk,
-            **packing,
-            "pages of": config["cache"]["page_tokens"],
-            "steps of at most": config["max_step_tokens"],
-            "prefix caching": config["prefix_caching"],
-        }
+        self.settings: Mapping[str, Any] = own_settings(config)
 
     def tokens_per_second(self) -> float:
         window = self.decoded()
@@ -165,7 +158,7 @@ class TransformersArm:
         self.name = "transformers, eager"
         self.version = f"transformers {metadata.version('transformers')}, torch {torch.__version__}"
         self.keeps_weights = True
-        self.settings: Mapping[str, Any] = {"threads": work.threads}
+        self.settings: Mapping[str, Any] = {"device": "cpu", "threads": work.threads}
         self.precision = {
             "embedding": "bf16",
             "output matrix": "bf16 x bf16",
@@ -206,6 +199,23 @@ class TransformersPromptArm(TransformersArm):
         begin = time.perf_counter()
         self._model(ids, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
         return self._work.context_tokens / (time.perf_counter() - begin)
+
+
+def own_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `LLM.resolved_config`, what a report names."""
+    trunk = config["trunk_format"]
+    is_packed = config["decode_backend"] == "latency_specialized" and trunk == "bf16"
+    packing = {"lossless packing": config["lossless_packing"]} if is_packed else {}
+    names = ("threads", "isa") if config["device"] == "cpu" else _OF_A_GPU
+    return {
+        "device": config["device"],
+        **{name.replace("_", " "): config[name] for name in names},
+        "trunk": trunk,
+        **packing,
+        "pages of": config["cache"]["page_tokens"],
+        "steps of at most": config["max_step_tokens"],
+        "prefix caching": config["prefix_caching"],
+    }
 
 
 def _our_precision(llm: LLM) -> dict[str, str]:

@@ -179,6 +179,7 @@ def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, Prob
 
 
 def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from kdecode.engine.preflight import check_device
     from kdecode.engine.shape_probe import inspect_shape
     from kdecode.model.rank_share import release_config
 
@@ -200,6 +201,8 @@ def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     texts.append(head)
     documents = []
     configs = [_shape_config(args, backend, len(backends)) for backend in backends]
+    # The memory's speed is taken on the device before anything else looks for it.
+    check_device(args.device)
     for config in configs:
         bar = ProgressBar()
 

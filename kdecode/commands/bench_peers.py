@@ -24,15 +24,24 @@ from kdecode.commands.common import (
     open_model,
     positive,
 )
+from kdecode.commands.compare import NEAR_TIE_RTOL
 from kdecode.commands.peer_files import PEERS, Check, Files, backends, file_kind
 from kdecode.config import CompileForm, DecodeBackend, EngineConfig
 
 if TYPE_CHECKING:
+    from kdecode.bench.agreement import NearTie
     from kdecode.bench.peer_arms import Work
     from kdecode.bench.peers import Divergence, PeerArm
 
 HELP = "beside llama.cpp and transformers, on the same weights, where they are installed"
 MEASURES = ("decode", "prompt")
+# Arguments that not every kind of run reads, where they are not given.
+DEFAULTS: dict[str, Any] = {
+    "context_tokens": 128,
+    "output_tokens": 32,
+    "prompt_tokens": [128, 512, 2048],
+    "near_tie_rtol": NEAR_TIE_RTOL,
+}
 
 
 def add_arguments(part: argparse.ArgumentParser) -> None:
@@ -56,14 +65,13 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
         help="tokens a second of replies, or of a prompt up to the first token of its reply",
     )
     part.add_argument("--rows", type=positive, default=1, help="requests of a step")
-    part.add_argument("--context-tokens", type=positive, default=128)
-    part.add_argument("--output-tokens", type=positive, default=32)
+    part.add_argument("--context-tokens", type=positive, help=_default("context_tokens"))
+    part.add_argument("--output-tokens", type=positive, help=_default("output_tokens"))
     part.add_argument(
         "--prompt-tokens",
         type=positive,
         nargs="+",
-        default=[128, 512, 2048],
-        help="lengths for --measure prompt, one after the other",
+        help=f"lengths for --measure prompt, one after the other; {_default('prompt_tokens')}",
     )
     part.add_argument("--blocks", type=positive, default=5, help="two runs of every arm each")
     part.add_argument(
@@ -81,6 +89,11 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     add_engine_arguments(part, has_backend=False)
 
 
+def _default(name: str) -> str:
+    value = DEFAULTS[name]
+    return f"default: {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
 def _add_compile_arguments(part: argparse.ArgumentParser) -> None:
     compiled = part.add_argument_group("torch.compile")
     compiled.add_argument(
@@ -93,8 +106,8 @@ def _add_compile_arguments(part: argparse.ArgumentParser) -> None:
     compiled.add_argument(
         "--near-tie-rtol",
         type=float,
-        default=0.05,
-        help="how far below the largest logit, in parts of it, another choice of that arm may be",
+        help="how far below the largest logit, in parts of it, another choice of that arm may be; "
+        + _default("near_tie_rtol"),
     )
 
 
@@ -170,21 +183,59 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"blocks is {args.blocks}; an interval needs at least 2.")
     if args.measure == "prompt" and args.rows > 1:
         raise InputError(f"A prompt is timed alone; rows is {args.rows}.")
-    if args.server and "none" in (args.peer or ()):
+    is_alone = "none" in (args.peer or ())
+    if is_alone and set(args.peer) != {"none"}:
+        raise InputError("--peer none leaves ours alone; no other --peer goes with it.")
+    if args.server and is_alone:
         raise InputError("--server compares servers; --peer none leaves ours alone.")
     if args.server and args.measure == "prompt":
         raise InputError("--server has measures of its own; leave --measure out.")
-    if args.compile_auto is None:
-        return
-    if args.server or args.measure == "prompt":
+    if args.compile_auto and (args.server or args.measure == "prompt"):
         raise InputError("--compile-auto compiles decode steps; neither servers nor prompts.")
-    if args.trunk_format != "bf16":
-        raise InputError(f"auto has no trunk in {args.trunk_format}, compiled or not.")
+    _settle(args)
+    if args.device != "cpu" and not is_alone:
+        raise InputError(
+            f"--device is {args.device}, and other engines are measured on the CPU; no ratio is of "
+            "two devices: add --peer none, or leave --device out."
+        )
+    if args.compile_auto:
+        _check_compiled(args)
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """Defaults for what was not given. Raises InputError for what was given and nothing reads."""
+    is_prompt = args.measure == "prompt"
+    unread = {
+        "context_tokens": "has no part in --measure prompt" if is_prompt else None,
+        "output_tokens": "has no part in --measure prompt" if is_prompt else None,
+        "prompt_tokens": None if is_prompt else "needs --measure prompt",
+        "near_tie_rtol": None if args.compile_auto else "needs --compile-auto",
+    }
+    for name, reason in unread.items():
+        if getattr(args, name) is None:
+            setattr(args, name, DEFAULTS[name])
+        elif reason is not None:
+            raise InputError(f"--{name.replace('_', '-')} {reason}.")
+
+
+def _check_compiled(args: argparse.Namespace) -> None:
     from kdecode.decode.compiled import missing_compiler
 
+    if args.trunk_format != "bf16":
+        raise InputError(f"auto has no trunk in {args.trunk_format}, compiled or not.")
+    _near_tie(args)
     reason = missing_compiler()
     if reason is not None:
         raise InputError(reason)
+
+
+def _near_tie(args: argparse.Namespace) -> NearTie:
+    from kdecode.bench.agreement import NearTie
+
+    try:
+        return NearTie(0.0, args.near_tie_rtol)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _works(args: argparse.Namespace) -> list[Work]:
@@ -234,7 +285,6 @@ def _add_compiled(
     bar: ProgressBar,
 ) -> None:
     """An arm of the one work that there is, or why there is none."""
-    from kdecode.bench.agreement import NearTie
     from kdecode.bench.compiled_arm import CompiledArm
     from kdecode.bench.llama_cpp import PeerError
     from kdecode.decode.compiled import CompileError
@@ -243,7 +293,7 @@ def _add_compiled(
     llm = open_model(files.directory, _engine(args, "auto"))
     bar.message(f"torch.compile, {form}")
     try:
-        arm = CompiledArm(llm, form, NearTie(0.0, args.near_tie_rtol), work)
+        arm = CompiledArm(llm, form, _near_tie(args), work)
     except (CompileError, PeerError) as error:
         name = f"kdecode auto, torch.compile {form}"
         entrants.left_out.append({"name": name, "reason": str(error)})
@@ -277,6 +327,10 @@ def _llama_source(
 def _engine(args: argparse.Namespace, backend: DecodeBackend) -> EngineConfig:
     works = _works(args)
     longest = max(work.context_tokens + work.output_tokens for work in works)
+    if args.compile_auto:
+        from kdecode.bench.compiled_arm import checked_tokens
+
+        longest = max(longest, *(work.context_tokens + checked_tokens(work) for work in works))
     return engine_config(
         args,
         decode_backend=backend,

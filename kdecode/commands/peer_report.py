@@ -36,6 +36,7 @@ def document(
     agreement: Divergence | None,
 ) -> dict[str, Any]:
     """Decoding has one section, whose figures stand at the top; prompts have one a length."""
+    from kdecode.bench.compiled_arm import CompiledArm
     from kdecode.bench.machine import read_machine
 
     sources, last = entrants.sources, sections[-1]
@@ -46,6 +47,7 @@ def document(
             "keeps_weights": arm.keeps_weights,
             "precision": dict(arm.precision),
             "settings": dict(arm.settings),
+            "compiled": arm.facts() if isinstance(arm, CompiledArm) else None,
             "divergence": None if source.divergence is None else asdict(source.divergence),
         }
         for arm, source in zip(last.arms, sources, strict=True)

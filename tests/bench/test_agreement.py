@@ -83,5 +83,9 @@ def test_repetitions_that_differ_are_counted() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="3 positions; the reference has 4 tokens"):
         judge_prompt(0, [REFERENCE], [REFERENCE], steps()[:3], NEAR)
-    with pytest.raises(ValueError, match="negative"):
-        NearTie(-1.0, 0.0)
+    for atol in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"near_tie_atol is {atol}; it must be"):
+            NearTie(atol, 0.0)
+    for rtol in (-1.0, 1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"near_tie_rtol is {rtol}; it must be"):
+            NearTie(0.0, rtol)

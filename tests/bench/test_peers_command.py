@@ -13,7 +13,7 @@ from torch import Tensor
 from kdecode.bench.agreement import NearTie
 from kdecode.bench.compiled_arm import CompiledArm
 from kdecode.bench.llama_cpp import PeerError
-from kdecode.bench.peer_arms import Work
+from kdecode.bench.peer_arms import Work, own_settings
 from kdecode.cli import main
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.engine.engine import LLM
@@ -54,8 +54,13 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _peers(model: Path, *more: str) -> list[str]:
-    common = ["--context-tokens", "8", "--output-tokens", "4", "--blocks", "2", "--threads", "1"]
-    return ["bench", "peers", str(model), *common, "--agreement-tokens", "8", *more]
+    lengths = ("--context-tokens", "8", "--output-tokens", "4")
+    return [*_any_work(model), *(() if "prompt" in more else lengths), *more]
+
+
+def _any_work(model: Path, *more: str) -> list[str]:
+    common = ("--blocks", "2", "--threads", "1", "--agreement-tokens", "8")
+    return ["bench", "peers", str(model), *common, *more]
 
 
 def _write_logits(model: Path, target: Path, *, shift: float) -> None:
@@ -129,6 +134,26 @@ def test_what_is_not_there_ends_in_one_line(
         "neither servers nor prompts": _compiled(mini_checkpoint, "--measure", "prompt"),
         "no trunk in int8": _compiled(mini_checkpoint, "--trunk-format", "int8"),
         "needs a C++ compiler": _compiled(mini_checkpoint),
+        "no other --peer goes with it": _peers(
+            mini_checkpoint, "--peer", "none", "--peer", "llama.cpp"
+        ),
+        "--prompt-tokens needs --measure prompt": _peers(mini_checkpoint, "--prompt-tokens", "8"),
+        "--near-tie-rtol needs --compile-auto": _peers(mini_checkpoint, "--near-tie-rtol", "0.1"),
+        "--context-tokens has no part in --measure prompt": _any_work(
+            mini_checkpoint, "--measure", "prompt", "--context-tokens", "8"
+        ),
+        "--output-tokens has no part in --measure prompt": _any_work(
+            mini_checkpoint, "--measure", "prompt", "--output-tokens", "8"
+        ),
+        "near_tie_rtol is inf; it must be": _compiled(mini_checkpoint, "--near-tie-rtol", "inf"),
+        "near_tie_rtol is nan; it must be": _compiled(mini_checkpoint, "--near-tie-rtol", "nan"),
+        "near_tie_rtol is -1.0; it must be": _compiled(mini_checkpoint, "--near-tie-rtol", "-1"),
+        "--device is cuda, and other engines are measured on the CPU": _peers(
+            mini_checkpoint, "--device", "cuda"
+        ),
+        "--device is cuda:0, and other": _peers(
+            mini_checkpoint, "--device", "cuda:0", "--server", "--peer", "llama.cpp"
+        ),
         "--rank needs a --shape": ["bench", "layer", "--rank", "1"],
         "--drafts needs a MODEL": ["bench", "layer", "--shape", "kimi-k3", "--drafts", "3"],
         "one of them is timed": ["bench", "layer", str(mini_checkpoint), "--shape", "kimi-k3"],
@@ -153,12 +178,39 @@ def test_a_report_names_what_ran(
         "2 blocks of two runs of every arm",
         "1 thread; seed of the intervals 0",
         f"{mini_checkpoint.name}: kimi_k3, 9 layers, weights ",
-        "kdecode auto: threads 1, isa ",
+        "kdecode auto: device cpu, threads 1, isa ",
         "pages of 16, steps of at most 512, prefix caching False",
         "llama.cpp: n_ubatch 512",
         "torch 2.",
     ):
         assert text in out
+
+
+def test_an_arm_on_a_gpu_names_what_it_was_told(mini_checkpoint: Path) -> None:
+    with LLM(mini_checkpoint, num_threads=1, max_requests=1, max_context_tokens=64) as llm:
+        config = llm.resolved_config()
+    told = {"gpu_kernels": "cute", "shared_experts": "stream", "weight_prefetch": "l2"}
+    found = own_settings({**config, "device": "cuda", **told})
+    assert found["device"] == "cuda"
+    assert {name.replace("_", " "): value for name, value in told.items()}.items() <= found.items()
+    assert own_settings(config)["threads"] == 1
+
+
+@pytest.mark.parametrize("shape", [(), ("--rank-share", "8")])
+@pytest.mark.parametrize("backend", [(), ("--decode-backend", "latency_specialized")])
+def test_a_shape_without_its_gpu_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[str, ...],
+    backend: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    where = ("--device", "cuda", "--shape", "kimi-k3")
+    for part in (("layer", *backend), ("tune",)):
+        assert main(["bench", *part, *where, *shape]) == 2
+        out, err = capsys.readouterr()
+        assert "finds no CUDA device here" in err
+        assert (out, err.count("\n")) == ("", 1)
 
 
 def test_prompts_of_several_lengths(
@@ -215,7 +267,13 @@ def test_a_compiled_forward_is_an_arm_beside_the_one_that_is_not(
     names = ["kdecode auto", "kdecode auto, torch.compile default"]
     assert [arm["name"] for arm in found["arms"]] == names
     assert found["left_out"] == []
-    assert "in 4 positions" in found["arms"][1]["settings"]["drift"]
+    # Replies are 4 tokens long, and more is compared.
+    drift = found["arms"][1]["settings"]["drift"]
+    assert "(up to 0.05 of the largest logit) and no other difference in 16 positions" in drift
+    assert found["arms"][0]["compiled"] is None
+    compiled = found["arms"][1]["compiled"]
+    assert compiled["near_tie"] == {"atol": 0.0, "rtol": 0.05}
+    assert (compiled["drift"]["positions"], compiled["drift"]["real"]) == (16, 0)
     (ratio,) = found["ratios"]
     assert (ratio["ours"], ratio["peer"]) == tuple(names)
     assert ratio["estimate"]["ratio"] > 0
@@ -244,13 +302,13 @@ def test_only_compiled_steps_with_the_same_choices_are_timed(
     llm = LLM(mini_checkpoint, num_threads=1, max_requests=3, max_context_tokens=64)
     near_tie, work = NearTie(0.0, 0.05), Work(3, 8, 4, 1)
     monkeypatch.setattr("torch.compile", wrong)
-    # The first token of each reply comes from its prompt.
-    with pytest.raises(PeerError, match="9 of 12 choices are not those of the same forward"):
+    # The first token of each reply comes from its prompt, and is not compared.
+    with pytest.raises(PeerError, match="18 of 18 choices are not those of the same forward"):
         CompiledArm(llm, "default", near_tie, work)
     llm = LLM(mini_checkpoint, num_threads=1, max_requests=3, max_context_tokens=64)
     monkeypatch.setattr("torch.compile", _as_it_is)
     arm = CompiledArm(llm, "default", near_tie, work)
-    assert (arm.drift.positions, arm.drift.real) == (12, 0)
+    assert (arm.drift.positions, arm.drift.real) == (18, 0)
     assert arm.decoded().tokens == 9
     # Steps of two rows are not those that were compiled.
     monkeypatch.setattr(arm, "_work", Work(2, 8, 4, 1))
