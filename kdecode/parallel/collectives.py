@@ -37,6 +37,14 @@ class Watch(Protocol):
 
     def blame(self, error: BaseException) -> RankError: ...
 
+    def on_failure(self, callback: Callable[[RankError], None]) -> None: ...
+
+
+class Checks(Protocol):
+    """Raises what ends a wait."""
+
+    def check(self) -> None: ...
+
 
 def connect(
     store: Store, ranks: Ranks, *, address: str, interface: str | None, timeout_s: float
@@ -60,6 +68,16 @@ def watched(watch: Watch, make: Callable[[], Made]) -> Made:
 
     Raises RankError then, and where ``make`` fails.
     """
+    try:
+        return awaited(watch, make)
+    except RankError:
+        raise
+    except Exception as error:
+        raise watch.blame(error) from error
+
+
+def awaited(watch: Checks, make: Callable[[], Made]) -> Made:
+    """The same, and raises what ``make`` or ``watch`` raises; ``make`` is left to itself then."""
     made: list[Made] = []
     errors: list[BaseException] = []
     is_over = threading.Event()
@@ -75,7 +93,7 @@ def watched(watch: Watch, make: Callable[[], Made]) -> Made:
     while not is_over.wait(_LOOK.total_seconds()):
         watch.check()
     if errors:
-        raise watch.blame(errors[0]) from errors[0]
+        raise errors[0]
     return made[0]
 
 

@@ -136,25 +136,42 @@ class Group:
         if device == "cpu":
             return
         monitor, patience_s = self._monitor, PATIENCE * self._monitor.timeout_s
-        given = (self._store, self.ranks, device, monitor, patience_s)
-        if wanted != "nccl" and self._shares_memory(device, wanted):
-            from kdecode.parallel import symmetric
-
-            shared = symmetric.exchange_between(*given)
-            self._on_device, self.shared = shared, shared.blocks
+        sharing = None
+        if wanted != "nccl" and self._may_share_memory(device, wanted):
+            sharing = self._share_memory(device, wanted, patience_s)
+        if sharing is not None:
+            self._on_device, self.shared = sharing, sharing.blocks
         else:
             from kdecode.parallel import nccl
 
-            connected = nccl.exchange_between(*given)
+            connected = nccl.exchange_between(self._store, self.ranks, device, monitor, patience_s)
             self._on_device = connected
             self.shared = nccl.NcclBlocks(connected, self.ranks, device)
         control, exchange = self.control, self._on_device
         self.exchange = exchange
         monitor.progress = lambda: control.number + exchange.number
-        # Kernels of a broken group would wait for ever, and the host for them.
-        monitor.on_failure(lambda error: exchange.abandon())
 
-    def _shares_memory(self, device: str, wanted: GpuExchange) -> bool:
+    def _share_memory(
+        self, device: str, wanted: GpuExchange, patience_s: float
+    ) -> SymmetricExchange | None:
+        """None on every rank where one of them finds that it cannot, although it should.
+
+        Raises RankError, and ConfigError where that is wanted and cannot be.
+        """
+        from kdecode.parallel import symmetric
+        from kdecode.parallel.symmetric_memory import NotSharedError
+
+        try:
+            return symmetric.exchange_between(
+                self._store, self.ranks, device, self._monitor, patience_s, self.control.gather
+            )
+        except NotSharedError as error:
+            if wanted == "symmetric":
+                raise ConfigError(f"gpu_exchange is 'symmetric', and {error}") from error
+            log.warning("the GPUs exchange values through NCCL: %s", error)
+            return None
+
+    def _may_share_memory(self, device: str, wanted: GpuExchange) -> bool:
         """Whether every rank can read every other's memory, which all of them find out together.
 
         Raises ConfigError where that is wanted and cannot be.

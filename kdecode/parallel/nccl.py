@@ -62,6 +62,8 @@ def exchange_between(
     def make() -> NcclExchange:
         group = connect(store, ranks, device, patience_s)
         exchange = NcclExchange(group, ranks, watch, patience_s, device)
+        # Kernels of a broken group would wait for ever, and the host for them: from the first on.
+        watch.on_failure(lambda error: exchange.abandon())
         exchange.begin()
         exchange.gather(torch.zeros(1, 1, device=device))
         exchange.settle()

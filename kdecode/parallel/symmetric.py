@@ -11,14 +11,12 @@ embeds the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
-from uuid import uuid4
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -32,10 +30,18 @@ from kdecode.kernels.common.peer_table import (
     fault_words,
 )
 from kdecode.kernels.contract import PartBlock
-from kdecode.parallel.collectives import GroupExchange, Watch, wait_for_gpu, watched
+from kdecode.parallel.collectives import GroupExchange, Watch, awaited, wait_for_gpu, watched
 from kdecode.parallel.ranks import RankError, Ranks
+from kdecode.parallel.symmetric_memory import (
+    Meeting,
+    Memory,
+    NotSharedError,
+    SharedMemory,
+    TorchMemory,
+)
 
-# Before the first step ranks wait for each other's compilers: only a lost one ends that.
+# From the first exchange to the first step ranks wait for each other's compilers: only a lost one
+# ends that.
 _NO_LIMIT_MS = 2**31 - 1
 # A row of flags, and then the block.
 _FLAG_BYTES = 512
@@ -88,99 +94,6 @@ def _is_in_torch() -> bool:
     return _SymmetricMemory.get_backend(torch.device("cuda")) == _BACKEND
 
 
-@dataclass(frozen=True)
-class SharedMemory:
-    """own: uint8 zeros on this rank's GPU. addresses: where this GPU finds every rank's, its own
-    among them. alive: what keeps them there."""
-
-    own: Tensor
-    addresses: Sequence[int]
-    alive: Any
-
-
-class Memory(Protocol):
-    """Where the blocks come from. Every rank takes the same sizes in the same order."""
-
-    def take(self, num_bytes: int) -> SharedMemory: ...
-
-
-class TorchMemory:
-    """torch's symmetric memory, for a group of its own that is known to nobody else."""
-
-    def __init__(self, store: Store, ranks: Ranks, device: str) -> None:
-        from torch._C._distributed_c10d import (
-            ProcessGroup,
-            _register_process_group,
-            _SymmetricMemory,
-        )
-
-        self._device = torch.device(device)
-        self._api: Any = _SymmetricMemory
-        # A process may have had a group before, and torch keeps their names.
-        if ranks.is_leader:
-            store.set("name", uuid4().hex)
-        self._name = f"kdecode-{store.get('name').decode()}"
-        # Which of the two it looks into depends on torch's version; it keeps neither alive.
-        self._store = CountedFromZero(store)
-        self._group = ProcessGroup(self._store, ranks.rank, ranks.size)
-        register: Any = _register_process_group
-        register(self._name, self._group)
-        self._api.set_group_info(self._name, ranks.rank, ranks.size, self._store)
-
-    def take(self, num_bytes: int) -> SharedMemory:
-        with torch.cuda.device(self._device):
-            own = self._api.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device)
-            # Before the others have it: they may signal at once.
-            own.zero_()
-            torch.cuda.synchronize()
-            handle = self._api.rendezvous(own, self._name)
-        return SharedMemory(own, tuple(handle.buffer_ptrs), handle)
-
-
-class CountedFromZero(Store):
-    """The store of a group in which torch's meetings are counted from zero.
-
-    It counts them through the life of a process and names its entries "word/number/...", so that a
-    rank whose process has had a group before would wait for others under another number.
-    """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-        self._first: int | None = None
-
-    def _own(self, key: str) -> str:
-        word, _, rest = key.partition("/")
-        number, _, rest = rest.partition("/")
-        if not number.isdigit():
-            return key
-        if self._first is None:
-            self._first = int(number)
-        return f"{word}/{int(number) - self._first}/{rest}"
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(self._own(key), value)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._own(key))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._store.multi_get([self._own(key) for key in keys])
-
-    def add(self, key: str, value: int) -> int:
-        return self._store.add(self._own(key), value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check([self._own(key) for key in keys])
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        given = () if timeout is None else (timeout,)
-        self._store.wait([self._own(key) for key in keys], *given)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._own(key))
-
-
 class SymmetricBlocks:
     """`kernels.contract.DeviceExchange`: blocks that every rank's GPU reads where they are.
 
@@ -196,10 +109,13 @@ class SymmetricBlocks:
         self._names: list[str] = []
         # The largest of a name, with what is behind its addresses.
         self._made: dict[str, tuple[PartBlock, object]] = {}
+        # Smaller ones of before: plans have their addresses.
+        self._outgrown: list[object] = []
 
     def block(self, name: str, num_bytes: int) -> PartBlock:
         found = self._made.get(name)
         if found is None or found[0].part.numel() < num_bytes:
+            self._outgrown.append(found)
             found = self._made[name] = self._make(name, num_bytes)
         block, _ = found
         return PartBlock(block.part[:num_bytes], block.sources, None, block.peers)
@@ -236,25 +152,68 @@ class SymmetricBlocks:
 
 
 def exchange_between(
-    store: Store, ranks: Ranks, device: str, watch: Watch, patience_s: float
+    store: Store,
+    ranks: Ranks,
+    device: str,
+    watch: Watch,
+    patience_s: float,
+    gather: Callable[[Tensor], Tensor],
 ) -> SymmetricExchange:
-    """Every rank calls it, and none goes on before all share memory. Raises RankError."""
+    """Every rank calls it, and none goes on before all share memory. gather: of the host's values.
+
+    Raises RankError, and on every rank NotSharedError where one of them cannot share its memory.
+    """
+    meeting = Meeting(PrefixStore("symmetric", store), ranks, watch)
+    memory = _meet(meeting, ranks, device, gather)
 
     def make() -> SymmetricExchange:
-        memory = TorchMemory(PrefixStore("symmetric", store), ranks, device)
-        exchange = SymmetricExchange(memory, ranks, watch, patience_s, device)
+        shared = WatchedMemory(memory, watch)
+        exchange = SymmetricExchange(shared, ranks, watch, patience_s, device)
+        # Kernels of a broken group would wait for ever, and the host for them: from the first on.
+        watch.on_failure(lambda error: exchange.abandon())
         exchange.gather(torch.zeros(1, 1, device=device))
         exchange.settle()
+        exchange.wait_for_compilers()
         return exchange
 
     return watched(watch, make)
 
 
+def _meet(
+    meeting: Meeting, ranks: Ranks, device: str, gather: Callable[[Tensor], Tensor]
+) -> Memory:
+    """Memory of which all ranks have shared a first piece. Raises as `exchange_between` does."""
+
+    def take_first() -> tuple[Memory, SharedMemory]:
+        memory: Memory = TorchMemory(meeting.store, ranks, device)
+        return memory, memory.take(_FLAG_BYTES)
+
+    found = None
+    with suppress(NotSharedError):
+        found = awaited(meeting, partial(meeting.attempt, take_first))
+    # Also who has it hears of others, and keeps the piece until they have looked for it.
+    has_none = gather(torch.tensor([[int(found is None)]]))
+    if found is None or has_none.any():
+        raise NotSharedError(meeting.reason() or "a rank has no such memory")
+    return found[0]
+
+
+class WatchedMemory:
+    """`Memory` whose meetings end with the name of a rank that is lost; one that is alive, and has
+    not come as far, is awaited."""
+
+    def __init__(self, memory: Memory, watch: Watch) -> None:
+        self._memory, self._watch = memory, watch
+
+    def take(self, num_bytes: int) -> SharedMemory:
+        return watched(self._watch, partial(self._memory.take, num_bytes))
+
+
 class SymmetricExchange(GroupExchange):
     """Of tensors on this rank's GPU, through two blocks that take turns. blocks: of plans, too.
 
-    A step is what is between `begin` and `settle`. From the first one on no wait on the device
-    takes longer than patience_s.
+    A step is what is between `begin` and `settle`. No wait on the device takes longer than
+    patience_s, but for those between `wait_for_compilers` and the first step.
     """
 
     transport = "symmetric"
@@ -277,14 +236,17 @@ class SymmetricExchange(GroupExchange):
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._rooms = [self.blocks.block(f"values {turn}", _ROOM_BYTES) for turn in range(2)]
         self._is_closed = self._has_limit = False
-        self._limit_waits(_NO_LIMIT_MS)
+        self._limit_waits()
 
     def begin(self) -> None:
         """A step begins. Exchanges that are inside of the steps of plans count as one."""
         self.number += 1
         if not self._has_limit:
-            self._has_limit = True
-            self._limit_waits(int(1000 * self._patience_s))
+            self._limit_waits()
+
+    def wait_for_compilers(self) -> None:
+        """Until the first step begins, ranks are awaited for as long as they are alive."""
+        self._limit_waits(_NO_LIMIT_MS)
 
     def settle(self) -> None:
         """Returns when the GPU has done everything that it was given.
@@ -300,8 +262,8 @@ class SymmetricExchange(GroupExchange):
             raise self._watch.blame(
                 RankError(
                     rank,
-                    f"of {self._ranks.size} did not come within {self._patience_s:g} s while rank "
-                    f"{self._ranks.rank} waited for it in the exchange of {name}",
+                    f"did not come within {self._patience_s:g} s while rank {self._ranks.rank} "
+                    f"waited for it in the exchange of {name}",
                 )
             )
 
@@ -389,9 +351,10 @@ class SymmetricExchange(GroupExchange):
         with torch.cuda.device(self._device):
             launch.run()
 
-    def _limit_waits(self, milliseconds: int) -> None:
-        """Of everything that is launched after this."""
-        self._limit.fill_(milliseconds)
+    def _limit_waits(self, milliseconds: int | None = None) -> None:
+        """Of everything that is launched after this; to the patience of the group if not given."""
+        self._has_limit = milliseconds is None
+        self._limit.fill_(int(1000 * self._patience_s) if milliseconds is None else milliseconds)
         with torch.cuda.device(self._device):
             self.blocks.fault[LIMIT : LIMIT + 1].copy_(self._limit)
 

@@ -9,7 +9,8 @@ import torch
 
 from kdecode.kernels.common.peer_table import LIMIT
 from kdecode.parallel.ranks import Ranks
-from kdecode.parallel.symmetric import SharedMemory, SymmetricBlocks
+from kdecode.parallel.symmetric import SymmetricBlocks
+from kdecode.parallel.symmetric_memory import SharedMemory
 
 # Until a wait in vain gives up; nobody else runs meanwhile.
 LIMIT_MS = 20

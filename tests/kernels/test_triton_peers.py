@@ -3,10 +3,12 @@ and what is taken. Without a GPU the kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,24 @@ def test_blocks_of_one_name_share_their_memory() -> None:
     assert large.peers is not None
     assert small.peers is large.peers
     assert blocks.block("attn", 2048).part.data_ptr() != large.part.data_ptr()
+
+
+def test_a_block_that_is_outgrown_works_on() -> None:
+    """Plans that were made with it have its addresses."""
+    ranks = Ranks(2)
+    behind: list[Any] = [each._made["attn"][1] for each in ranks.every]
+    epochs = [weakref.ref(epoch) for _, epoch in behind]
+    behind.clear()
+    parts = torch.stack([part_of(rank) for rank in range(2)])
+    larger = [each.block("attn", 8 * WORDS) for each in ranks.every]
+    gc.collect()
+    assert all(epoch() is not None for epoch in epochs)
+    for rank in range(2):
+        ranks.give(rank, parts[rank])
+        give_launch(-parts[rank].to(DEVICE), larger[rank], ranks.counters[rank]).run()
+    for rank in range(2):
+        assert torch.equal(ranks.take(rank), parts)
+        assert ranks.late(rank) is None
 
 
 def test_the_exchanges_of_the_standard_forward_compile_for_every_architecture() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from kdecode.config import EngineConfig
 from kdecode.engine.follower import follow
 from kdecode.kernels.common.triton_launch import Launch
 from kdecode.parallel import collectives, nccl, symmetric
-from kdecode.parallel.collectives import Watch
+from kdecode.parallel.collectives import Checks, Watch, awaited, watched
 from kdecode.parallel.group import Group
 from kdecode.parallel.ranks import Ranks
-from kdecode.parallel.symmetric import SharedMemory
+from kdecode.parallel.symmetric_memory import SharedMemory
 
 _LOOK_S = 0.001
 
@@ -108,6 +109,20 @@ def _made_here(watch: Watch, make: Callable[[], Any]) -> Any:
     return make()
 
 
+def _watched(watch: Watch, make: Callable[[], Any]) -> Any:
+    """In a thread that has the pretended device, too."""
+    return watched(watch, partial(_pretending, make))
+
+
+def _awaited(watch: Checks, make: Callable[[], Any]) -> Any:
+    return awaited(watch, partial(_pretending, make))
+
+
+def _pretending(make: Callable[[], Any]) -> Any:
+    with pretend_cuda():
+        return make()
+
+
 # What a process with a pretended GPU has instead: object, name, value.
 PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (nccl, "connect", _connect),
@@ -132,10 +147,10 @@ class PretendedMemory:
         number, self._number = self._number, self._number + 1
         file = os.memfd_create("kdecode-pretended", os.MFD_CLOEXEC)
         os.ftruncate(file, num_bytes)
-        self._store.set(f"{number}/{self._ranks.rank}", f"/proc/{os.getpid()}/fd/{file}")
+        self._store.set(f"take {number} of {self._ranks.rank}", f"/proc/{os.getpid()}/fd/{file}")
         every = []
         for rank in range(self._ranks.size):
-            path = self._store.get(f"{number}/{rank}").decode()
+            path = self._store.get(f"take {number} of {rank}").decode()
             with open(path, "r+b", buffering=0) as opened:
                 memory = mmap.mmap(opened.fileno(), num_bytes)
             every.append(torch.frombuffer(memory, dtype=torch.uint8))
@@ -168,7 +183,8 @@ run_launch, abandon = Launch.run, symmetric.SymmetricExchange.abandon
 SYMMETRIC_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (symmetric, "TorchMemory", PretendedMemory),
     (symmetric, "refuse", lambda devices, is_one_host: []),
-    (symmetric, "watched", _made_here),
+    (symmetric, "watched", _watched),
+    (symmetric, "awaited", _awaited),
     # Small enough for several turns, and for two hops, of few numbers.
     (symmetric, "_ROOM_BYTES", 1 << 16),
     (collectives, "one_hop_bytes", lambda transport: 1 << 17),
@@ -209,3 +225,33 @@ def follow_without_memory(group: Group) -> None:
     symmetric.refuse = lambda devices, is_one_host: ["This rank has none."]
     with pretend_cuda():
         rank_follow.follow(group)
+
+
+class RefusedMemory(PretendedMemory):
+    """On this rank the driver does not share it, which shows when the others look for it."""
+
+    def take(self, num_bytes: int) -> SharedMemory:
+        raise RuntimeError("The driver does not share memory.")
+
+
+def follow_with_refused_memory(group: Group) -> None:
+    become_gpu(is_symmetric=True)
+    symmetric.TorchMemory = RefusedMemory  # type: ignore[assignment,misc]
+    with pretend_cuda():
+        rank_follow.follow(group)
+
+
+def follow_to_first_exchange(group: Group, rank: int, fault: str) -> None:
+    """One rank has the fault in the first exchange on its GPU: "kill", or it stays "away"."""
+    become_gpu(is_symmetric=True)
+    if group.ranks.rank == rank:
+        symmetric.SymmetricExchange.gather = partial(_faulty, fault)  # type: ignore[method-assign]
+    with pretend_cuda():
+        rank_follow.follow(group)
+
+
+def _faulty(fault: str, part: Tensor) -> Tensor:
+    if fault == "kill":
+        rank_follow.commit(fault)
+    while True:
+        time.sleep(_LOOK_S)

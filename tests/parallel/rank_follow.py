@@ -84,6 +84,12 @@ def _carry_out_on_gpu(group: Group, name: str, *args: Any) -> torch.Tensor | Non
             exchange.reduce(part)
             group.settle()
         return None
+    elif name == "fault while all make a block":
+        faulty, fault = args
+        if rank == faulty:
+            commit(fault)
+        group.shared.block("late", 1024)
+        return None
     elif name == "all but one exchange":
         group.begin()
         if rank == args[0]:

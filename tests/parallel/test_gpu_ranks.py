@@ -52,6 +52,7 @@ class Whole:
 
     def __init__(self) -> None:
         self.failure: RankError | None = None
+        self.callbacks: list[Callable[[RankError], None]] = []
 
     def check(self) -> None:
         if self.failure is not None:
@@ -59,7 +60,12 @@ class Whole:
 
     def blame(self, error: BaseException) -> RankError:
         self.failure = RankError(0, f"of a group in this process: {error}")
+        for callback in self.callbacks:
+            callback(self.failure)
         return self.failure
+
+    def on_failure(self, callback: Callable[[RankError], None]) -> None:
+        self.callbacks.append(callback)
 
 
 def _on_gpus(size: int, body: Callable[[Ranks, NcclExchange], Any]) -> list[Any]:
@@ -254,6 +260,25 @@ def test_the_end_of_a_step_asks_whether_the_group_is_whole() -> None:
     exchange.abandon()
     until(lambda: group.is_aborted)
     exchange.close()
+
+
+def test_a_group_that_breaks_in_the_first_exchange_gives_its_connections_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch, made = Whole(), []
+
+    def connect(store: Any, ranks: Ranks, device: str, timeout_s: float) -> PretendedNccl:
+        made.append(PretendedNccl(store, ranks, timeout_s))
+        return made[0]
+
+    def first(self: NcclExchange, part: Tensor) -> Tensor:
+        raise watch.blame(RuntimeError("It broke."))
+
+    monkeypatch.setattr(nccl, "connect", connect)
+    monkeypatch.setattr(NcclExchange, "gather", first)
+    with pretend_cuda(), pytest.raises(RankError, match=r"It broke\."):
+        nccl.exchange_between(HashStore(), Ranks(0, 1), "cuda:0", watch, 30.0)
+    until(lambda: made[0].is_aborted)
 
 
 def test_a_closed_exchange_moves_nothing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from pretend_device import pretend_cuda
 from pretended_gpus import (
     PATCHES,
     SYMMETRIC_PATCHES,
+    RefusedMemory,
     follow_on_gpu,
     follow_symmetric,
+    follow_to_first_exchange,
+    follow_with_refused_memory,
     follow_without_memory,
 )
 from ranked_engines import MAX_DISTANCE, build, distance, greedy
@@ -35,7 +39,7 @@ from kdecode.engine.preflight import check_devices
 from kdecode.parallel import launch, nccl, symmetric
 from kdecode.parallel.group import Group
 from kdecode.parallel.ranks import RankError
-from kdecode.parallel.symmetric import CountedFromZero
+from kdecode.parallel.symmetric_memory import CountedFromZero
 
 pytestmark = pytest.mark.interpreter
 LIMIT_S = 10.0
@@ -57,7 +61,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def ranks(size: int, wanted: str = "symmetric", **settings: Any) -> Iterator[Group]:
     """Rank 0 of processes that share their memory."""
-    group = launch.start(size, settings.pop("follow", follow_symmetric), **settings)
+    follow = settings.pop("follow", follow_symmetric)
+    group = launch.start(size, follow, settings.pop("args", ()), **settings)
     try:
         group.send(("use the GPU", wanted))
         rank_follow.carry_out(group, "use the GPU", wanted)
@@ -116,6 +121,55 @@ def test_a_rank_that_is_alive_and_does_not_come_is_named(gpu: None) -> None:
     assert raised.value.rank == 2
     assert "did not come within 6 s while rank" in raised.value.what
     assert "waited for it in the exchange of values" in raised.value.what
+
+
+def test_a_rank_that_is_lost_in_the_first_exchange_is_named(gpu: None) -> None:
+    """Long before the bound of the wait, which the others are in."""
+    begin = time.monotonic()
+    with (
+        pytest.raises(RankError, match=r"Rank 1 of 3 .* died with signal 9"),
+        ranks(3, follow=follow_to_first_exchange, args=(1, "kill"), timeout_s=5.0),
+    ):
+        pass
+    assert time.monotonic() - begin < 5 * LIMIT_S
+
+
+def test_a_rank_that_does_not_come_to_the_first_exchange_is_named(gpu: None) -> None:
+    with (
+        pytest.raises(
+            RankError, match=r"Rank 2 of 3 \(process \d+\) did not come within 6 s while rank"
+        ),
+        ranks(3, follow=follow_to_first_exchange, args=(2, "away"), timeout_s=0.5),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("fault", "words"), [("kill", "died with signal 9"), ("stop", "stopped")])
+def test_a_rank_that_is_lost_while_others_make_a_block_is_named(
+    gpu: None, fault: str, words: str
+) -> None:
+    with ranks(3, timeout_s=1.0) as group:
+        begin = time.monotonic()
+        with pytest.raises(RankError, match=f"Rank 1 of 3.*{words}"):
+            carried_out(group, "fault while all make a block on the GPU", 1, fault)
+        assert time.monotonic() - begin < LIMIT_S
+
+
+@pytest.mark.parametrize("is_leader", [False, True])
+def test_nccl_is_taken_where_the_memory_of_a_rank_turns_out_not_to_be_shared(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_leader: bool
+) -> None:
+    """Also by the ranks that wait for it."""
+    follow = follow_symmetric if is_leader else follow_with_refused_memory
+    if is_leader:
+        monkeypatch.setattr(symmetric, "TorchMemory", RefusedMemory)
+    reason = f"rank {0 if is_leader else 1} cannot share memory: RuntimeError: The driver does not"
+    with ranks(2, "auto", follow=follow) as group:
+        assert group.exchange.transport == group.shared.transport == "nccl"
+        assert carried_out(group, "reduce on the GPU", 3, 5) is not None
+    assert f"the GPUs exchange values through NCCL: {reason}" in caplog.text
+    with pytest.raises(ConfigError, match=reason), ranks(2, follow=follow):
+        pass
 
 
 def test_nccl_is_taken_where_a_rank_cannot_read_the_memory_of_others(
@@ -240,7 +294,7 @@ def test_a_process_that_had_a_group_before_meets_others_at_zero() -> None:
     shared = HashStore()
     numbers = (0, 7)
     # As torch uses a store: from C++.
-    stores = [CountedFromZero(shared) for _ in numbers]
+    stores = [CountedFromZero(shared, lambda: None) for _ in numbers]
     for turn in range(2):
         ends = [
             PrefixStore(f"CUDASymmetricMemory/{number + turn}", store)
@@ -255,3 +309,30 @@ def test_a_process_that_had_a_group_before_meets_others_at_zero() -> None:
         for end in ends:
             end.wait(["count"])
             assert end.check(["count"])
+
+
+def test_a_rank_that_is_alive_is_awaited_for_longer_than_the_store_would() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.01))
+    looks: list[int] = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 50:
+            store.set("memory/late", "It came.")
+
+    # As torch uses a store: from C++.
+    assert PrefixStore("memory", CountedFromZero(store, check)).get("late") == b"It came."
+
+
+def test_a_meeting_ends_with_the_group() -> None:
+    def check() -> None:
+        raise RankError(1, "of 2 died with signal 9")
+
+    counted = CountedFromZero(HashStore(), check)
+    store = PrefixStore("memory", counted)
+    for wait in (lambda: store.get("late"), lambda: store.wait(["late"])):
+        with pytest.raises(RankError, match="Rank 1 of 2 died with signal 9"):
+            wait()
+    with pytest.raises(TimeoutError, match="did not come within"):
+        CountedFromZero(HashStore(), lambda: None).wait(["late"], timedelta(seconds=0.01))
