@@ -11,6 +11,7 @@ embeds the engine.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -50,6 +51,8 @@ _MOST_RANKS = _FLAG_BYTES // 4
 _ROOM_BYTES = 32 << 20
 # torch's name of the memory that CUDA's driver shares, and not a library beside it.
 _BACKEND = "CUDA"
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h.
+_NATIVE_ATOMICS = 3
 
 
 def refuse(devices: Sequence[int], *, is_one_host: bool) -> list[str]:
@@ -83,7 +86,26 @@ def refuse(devices: Sequence[int], *, is_one_host: bool) -> list[str]:
         for other in devices
         if one < other and not torch.cuda.can_device_access_peer(one, other)
     ]
+    if not reasons:
+        reasons = [
+            f"The atomic operations of cuda:{one} do not reach the memory of cuda:{other}, and "
+            "ranks that share memory signal each other with them; set gpu_exchange to 'nccl'."
+            for one in devices
+            for other in devices
+            if one != other and not _has_atomics(one, other)
+        ]
     return reasons
+
+
+def _has_atomics(one: int, other: int) -> bool:
+    """By CUDA's driver, which torch does not ask; not where GPUs reach each other over PCIe alone.
+
+    For GPUs that read each other's memory, so that there is a driver, which torch has started.
+    """
+    found = ctypes.c_int()
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, one, other)
+    return status == 0 and found.value == 1
 
 
 def _is_in_torch() -> bool:

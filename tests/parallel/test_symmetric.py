@@ -6,6 +6,7 @@ mapped, and the kernels that signal and wait run in Triton's interpreter, at the
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -237,6 +238,7 @@ def test_the_reasons_against_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -
     assert any("no symmetric memory of CUDA" in reason for reason in _refused())
     monkeypatch.setattr(symmetric, "_is_in_torch", lambda: True)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(symmetric, "_has_atomics", lambda one, other: True)
     assert _refused() == []
     (reason,) = symmetric.refuse(range(4), is_one_host=False)
     assert "the ranks are on several; set gpu_exchange to 'nccl'" in reason
@@ -250,6 +252,19 @@ def test_the_reasons_against_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one + other != 4)
     (reason,) = _refused()
     assert "cuda:1 cannot read the memory of cuda:3" in reason
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
+    (reason,) = _refused()
+    assert "atomic operations of cuda:2 do not reach the memory of cuda:1" in reason
+
+
+class FakeDriver:
+    """CUDA's, of four GPUs of which one reaches another with loads and stores only."""
+
+    def cuDeviceGetP2PAttribute(self, found: Any, attribute: int, one: int, other: int) -> int:  # noqa: N802
+        assert attribute == 3
+        found._obj.value = int((one, other) != (2, 1))
+        return 0
 
 
 def _refused() -> list[str]:
