@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[*unwanted])
     config.stash[_WITHOUT_GPU] = len(left_out)
     items[:] = [item for item in items if item not in unwanted]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """pytest-xdist's: tests are left out in its workers, and told where their results are."""
+    count = node.workeroutput.get("without_gpu", 0) if hasattr(node, "workeroutput") else 0
+    node.config.stash[_WITHOUT_GPU] = count
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["without_gpu"] = session.config.stash.get(_WITHOUT_GPU, 0)
 
 
 def pytest_terminal_summary(
