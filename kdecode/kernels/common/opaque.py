@@ -7,6 +7,7 @@ only a running step has. Knows no op.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -19,7 +20,9 @@ class OpaqueOperators:
     def __init__(self) -> None:
         # A name of its own, because a process has one list of operators.
         self._name = f"kdecode_{uuid4().hex}"
-        self._library = torch.library.Library(self._name, "FRAGMENT")
+        # torch has no annotations for it.
+        library: Any = torch.library.Library
+        self._library = library(self._name, "FRAGMENT")
         self._count = 0
 
     def define(
