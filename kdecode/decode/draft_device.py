@@ -35,6 +35,7 @@ from kdecode.decode.draft_use import (
     CONTEXT_ROWS,
     Row,
     RowWriter,
+    check_drafts,
     check_tokens,
     context_passes,
     draft_caches,
@@ -104,10 +105,7 @@ class CudaDraft:
         self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
     ) -> DraftBlock:
         """Drafts of each request for the tokens behind its anchor, strictly left to right."""
-        if num_drafts != self.num_drafts:
-            raise ValueError(
-                f"{num_drafts} drafts are asked for; the plan has {self.num_drafts} rows."
-            )
+        check_drafts(num_drafts, self.num_drafts)
         check_tokens([request.anchor for request in requests], self.config.vocab_size)
         groups = self._groups(requests)
         order = [place for group in groups for place in group]

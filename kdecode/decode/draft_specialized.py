@@ -27,6 +27,7 @@ from kdecode.decode.draft_use import (
     CONTEXT_ROWS,
     Row,
     RowWriter,
+    check_drafts,
     check_tokens,
     context_passes,
     draft_caches,
@@ -141,10 +142,7 @@ class SpecializedDraft:
         self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
     ) -> DraftBlock:
         """Drafts of each request for the tokens behind its anchor, strictly left to right."""
-        if num_drafts != self.num_drafts:
-            raise ValueError(
-                f"{num_drafts} drafts are asked for; the plan has {self.num_drafts} rows."
-            )
+        check_drafts(num_drafts, self.num_drafts)
         torch.set_num_threads(1)
         found = [self._run_block(request) for request in requests]
         before = [[request.anchor for request in requests]]

@@ -153,3 +153,9 @@ def check_tokens(tokens: Sequence[int], vocab: int) -> None:
     for token in tokens:
         if not 0 <= token < vocab:
             raise ValueError(f"Token {token} is not of the vocabulary of {vocab}.")
+
+
+def check_drafts(asked: int, prepared: int) -> None:
+    """Raises ValueError for a block of another number of drafts than its plan has rows for."""
+    if asked != prepared:
+        raise ValueError(f"{asked} drafts are asked for; the plan has {prepared} rows.")

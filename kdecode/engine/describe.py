@@ -83,7 +83,19 @@ def describe_launches(
     if rows not in latency_specialized.ROW_BUCKETS:
         most = latency_specialized.ROW_BUCKETS[-1]
         raise ConfigError(f"{rows} rows; a CUDA plan has from 1 to {most}.")
-    deployment = Deployment(
+    deployment = gpu_outline(config, engine, arch, ranks)
+    packed = outline_model(config, "rows", "mxfp4_rows", ranks)
+    plan = latency_specialized.build(
+        deployment, packed, _meta_caches(config, engine, ALONE), rows, rows_per_request
+    )
+    return replace(plan, launch=cannot_run)
+
+
+def gpu_outline(
+    config: ModelConfig, engine: EngineConfig, arch: str, ranks: Ranks = ALONE
+) -> Deployment:
+    """On a GPU of an architecture, with tensors that have no memory."""
+    return Deployment(
         config=config,
         device="cuda",
         isa="",
@@ -99,11 +111,6 @@ def describe_launches(
         shared_experts=engine.shared_experts,
         weight_prefetch=engine.weight_prefetch,
     )
-    packed = outline_model(config, "rows", "mxfp4_rows", ranks)
-    plan = latency_specialized.build(
-        deployment, packed, _meta_caches(config, engine, ALONE), rows, rows_per_request
-    )
-    return replace(plan, launch=cannot_run)
 
 
 def _on_no_gpu(engine: EngineConfig) -> EngineConfig:

@@ -13,8 +13,9 @@ from kdecode.config import EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import draft_cuda, draft_specialized
 from kdecode.decode.draft_use import CONTEXT_ROWS, draft_caches, draft_deployment
-from kdecode.decode.latency_specialized import BackendRefusedError, Deployment
+from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.plan import DecodePlan, Step, cannot_run
+from kdecode.engine.describe import gpu_outline
 from kdecode.model.draft_tiles import outline_draft_plan, outline_draft_weights
 
 
@@ -37,17 +38,7 @@ def describe_draft_launches(
 ) -> DraftLaunches:
     """The plans of a round of so many requests. Raises BackendRefusedError with every reason why
     the draft has none, and ValueError for more requests than a block has."""
-    deployment = Deployment(
-        config=target,
-        device="cuda",
-        isa="",
-        threads=None,
-        cache_dtype=engine.cache_dtype,
-        page_tokens=engine.page_tokens,
-        max_context_tokens=engine.max_context_tokens,
-        arch=arch,
-        tensors="meta",
-    )
+    deployment = gpu_outline(target, engine, arch)
     reasons = draft_specialized.refuse(draft, deployment, num_drafts)
     if reasons:
         raise BackendRefusedError(reasons)

@@ -137,7 +137,8 @@ class SymmetricBlocks:
     def block(self, name: str, num_bytes: int) -> PartBlock:
         found = self._made.get(name)
         if found is None or found[0].part.numel() < num_bytes:
-            self._outgrown.append(found)
+            if found is not None:
+                self._outgrown.append(found)
             found = self._made[name] = self._make(name, num_bytes)
         block, _ = found
         return PartBlock(block.part[:num_bytes], block.sources, None, block.peers)

@@ -65,7 +65,8 @@ class _Whole:
 
     def choose(self, mixture: Any) -> Launch:
         arguments, constants = choice_of_ranks(self.problem, mixture, self.buffers)
-        return _row_launch(choose_parts, self.rows, arguments, constants)
+        grid = (self.rows,)
+        return Launch(choose_parts, grid, arguments, constants, _ROW_WARPS, begins_early=True)
 
     def sums(self, mixture: Any) -> Launch:
         config, width, rows = self.config, self.config.hidden_size, self.rows
@@ -116,10 +117,6 @@ class _Whole:
         constants = {"EACH": each, "WIDTH": width, "BLOCK_N": _LOGITS, "PEERS": self.num_peers}
         grid = (divide_up(width, _LOGITS), self.rows)
         return Launch(whole_logits, grid, arguments, constants, begins_early=True)
-
-
-def _row_launch(kernel: Any, rows: int, arguments: Any, constants: Any) -> Launch:
-    return Launch(kernel, (rows,), arguments, constants, _ROW_WARPS, begins_early=True)
 
 
 @triton.jit(do_not_specialize=["offset"])
