@@ -77,17 +77,24 @@ def unequal_pairs(pairs: Pairs) -> int:
     return sum(a.n != b.n for block in pairs for a, b in block)
 
 
+def tpot_pairs(pairs: Pairs) -> list[list[tuple[float, float]]]:
+    """Times per token of the pairs in which both arms have one, block by block.
+
+    An arm has none for a reply of one token, or of which everything arrived at once.
+    """
+    return [
+        [(a.tpot_s, b.tpot_s) for a, b in block if a.tpot_s is not None and b.tpot_s is not None]
+        for block in pairs
+    ]
+
+
 def ratios(pairs: Pairs, seed: int) -> dict[str, RatioEstimate]:
     """tpot and ttft; e2e only where both arms of every pair made equally many tokens.
 
     ValueError where tpot is defined for the pairs of fewer than two blocks.
     """
-    tpots = [
-        [(a.tpot_s, b.tpot_s) for a, b in block if a.tpot_s is not None and b.tpot_s is not None]
-        for block in pairs
-    ]
     found = {
-        "tpot": estimate_ratio(tpots, seed),
+        "tpot": estimate_ratio(tpot_pairs(pairs), seed),
         "ttft": estimate_ratio([[(a.ttft_s, b.ttft_s) for a, b in block] for block in pairs], seed),
     }
     if unequal_pairs(pairs) == 0:

@@ -108,10 +108,10 @@ def test_free_ports_differ() -> None:
 
 
 def test_two_backends_as_servers(mini_checkpoint: Path, tmp_path: Path) -> None:
-    """Whatever the machine's load makes of the times: everything but the verdict's side."""
+    """Whatever the machine's load makes of the times, a busy one may have no ratio."""
     found = tmp_path / "found.json"
     flags = ["--serve", "--threads", "1", "--blocks", "2", "--prompts", "2", "--no-null"]
-    flags += ["--prompt-tokens", "12", "--output-tokens", "6", "--json", str(found)]
+    flags += ["--prompt-tokens", "12", "--output-tokens", "24", "--json", str(found)]
     code = cli.main(["compare", str(mini_checkpoint), *flags])
     document = json.loads(found.read_text())
     assert document["exit_code"] == code
@@ -121,7 +121,7 @@ def test_two_backends_as_servers(mini_checkpoint: Path, tmp_path: Path) -> None:
         "latency_specialized",
     ]
     for summary in document["summaries"]:
-        assert (summary["completed"], summary["output_tokens"]) == (8, 48)
+        assert (summary["completed"], summary["output_tokens"]) == (8, 192)
         assert summary["token_sources"] == ["usage per chunk"]
         assert summary["hit_rate"] == 0
     assert [summary["counts"]["coverage"] for summary in document["summaries"]] == [0.0, 1.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from simulated import simulate
 from kdecode.bench.machine import Machine
 from kdecode.bench.serving.client import Client
 from kdecode.bench.serving.counters import add_up, growth, read_counters
-from kdecode.bench.serving.design import Design
+from kdecode.bench.serving.design import Design, pairs_of
 from kdecode.bench.serving.facts import ServerFacts, read_facts
 from kdecode.bench.serving.gate import facts_differences, run_problems
 from kdecode.bench.serving.http import HttpError, Target
@@ -28,6 +29,7 @@ from kdecode.bench.serving.stored import (
     read_document,
 )
 from kdecode.bench.serving.summary import Limits, summarize_passes
+from kdecode.bench.verdicts import ratios
 from kdecode.bench.workloads.synthetic import TokenRange, fixed
 from kdecode.bench.workloads.types import Request, Workload
 
@@ -384,6 +386,17 @@ def test_time_per_token_needs_tokens_of_chunks(tmp_path: Path) -> None:
     assert "time per token is not defined" in found.problems[0]
 
 
+def test_replies_that_arrive_all_at_once_are_no_traceback(tmp_path: Path) -> None:
+    """As of a fast arm on a busy machine: what is left is one block, which has no interval."""
+    found = measure(tmp_path, auto(), special())
+    kept, lost = pairs_of(found.passes)
+    lost = [(a, dataclasses.replace(b, tpot_s=None)) for a, b in lost]
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        ratios([kept, lost], 0)
+    (problem,) = run_problems(("a", "b"), found.facts, found.summaries, [kept, lost])
+    assert "4 of 8 pairs, in 1 of 2 blocks, have a time per token on both sides" in problem
+
+
 def test_live_replies_are_no_pairs(tmp_path: Path) -> None:
     request = Request("r", 3, messages=({"role": "user", "content": "hi"},))
     found = measure(tmp_path, auto(), special(), Workload("chat", (request,), "live"))
@@ -410,7 +423,7 @@ def test_an_open_loop_that_the_client_cannot_keep_is_refused(tmp_path: Path) -> 
     late = play(tmp_path, auto(), WORKLOAD, Load(rate=2.0))
     lagging = PassResult(late.records, 2, late.begin_ns, late.end_ns, (0.5, 0.5))
     slow = summarize_passes([lagging], add_up([]), Limits(), 1)
-    problems = [*run_problems(("a", "b"), found.facts, (slow, summary))]
+    problems = [*run_problems(("a", "b"), found.facts, (slow, summary), pairs_of(found.passes))]
     assert "a: the client was the limit: it woke up 500.0 ms late" in problems[0]
 
 

@@ -11,7 +11,13 @@ from collections.abc import Iterator, Sequence
 from kdecode.bench.serving.facts import ServerFacts
 from kdecode.bench.serving.summary import ServedSummary
 from kdecode.bench.statistics import RatioEstimate
-from kdecode.bench.verdicts import COMPARED_SETTING, Difference, config_differences
+from kdecode.bench.verdicts import (
+    COMPARED_SETTING,
+    Difference,
+    Pairs,
+    config_differences,
+    tpot_pairs,
+)
 
 # Shares of prompt tokens that came from the caches may differ by this much between arms.
 MAX_HIT_DIFFERENCE = 0.02
@@ -48,7 +54,10 @@ def configuration_problems(names: tuple[str, str], facts: Sequence[ServerFacts])
 
 
 def run_problems(
-    names: tuple[str, str], facts: Sequence[ServerFacts], summaries: Sequence[ServedSummary]
+    names: tuple[str, str],
+    facts: Sequence[ServerFacts],
+    summaries: Sequence[ServedSummary],
+    pairs: Pairs,
 ) -> Iterator[str]:
     """What the runs themselves show."""
     for name, one, summary in zip(names, facts, summaries, strict=True):
@@ -78,6 +87,14 @@ def run_problems(
         prompts[0] != prompts[1]
     ):
         yield f"The same requests had {prompts[0]} and {prompts[1]} prompt tokens."
+    # Where an arm has no times at all, that was said above.
+    timed = tpot_pairs(pairs)
+    if all(summary.tpot_s is not None for summary in summaries) and sum(map(bool, timed)) < 2:
+        yield (
+            f"{sum(map(len, timed))} of {sum(map(len, pairs))} pairs, in {sum(map(bool, timed))} "
+            f"of {len(pairs)} blocks, have a time per token on both sides: replies were one "
+            "token, or arrived all at once; a ratio needs pairs of at least 2 blocks."
+        )
 
 
 def _lag_problems(name: str, summary: ServedSummary) -> Iterator[str]:

@@ -102,7 +102,8 @@ async def compare_servers(
         runner.summary(passes, growths, 0),
         runner.summary(passes, growths, 1),
     )
-    problems += gate.run_problems(names, facts, summaries)
+    pairs = pairs_of(passes)
+    problems += gate.run_problems(names, facts, summaries, pairs)
     differences = gate.facts_differences(*facts)
     # Where drafts are accepted at stated rates, there are no answers to compare.
     outputs = None
@@ -110,7 +111,6 @@ async def compare_servers(
     if not differences and not problems and has_answers:
         outputs, problem = await runner.outputs(clients, passes)
         problems += [problem] if problem else []
-    pairs = pairs_of(passes)
     verdict, found = _judge(facts, differences, problems, outputs, summaries, pairs, design.seed)
     return ServedComparison(
         comparison_id=runner.comparison_id,
