@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         plan,
         serve,
     )
+    from kdecode.commands.common import HelpFormatter
 
     parser = argparse.ArgumentParser(
         prog="kdecode",
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
             name,
             help=command.HELP,
             description=command.HELP + ". " + command.DESCRIPTION,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)

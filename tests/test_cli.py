@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kdecode.cli import main
+from kdecode.cli import build_parser, main
 from kdecode.config_draft import DraftKind
 from kdecode.model.draft_synthesis import make_draft
 
@@ -328,7 +330,7 @@ def test_plan_with_a_draft(
     args = ("plan", mini_checkpoint, "--decode-backend", "latency_specialized", *ENGINE)
     for kind, last in (
         ("inferact", "committed tokens: draft_context and draft_insert of 2 layers in one native"),
-        ("radixark", "the draft runs in torch: A draft's plan has latent attention; this"),
+        ("radixark", "the draft runs in torch: A draft's plan on a CPU has latent attention; this"),
     ):
         make_draft(tmp_path / kind, "mini", kind, seed=0)
         text = json.dumps({"model": str(tmp_path / kind), "num_speculative_tokens": 7})
@@ -589,6 +591,25 @@ def test_an_interrupt_ends_with_130(
     code, _, err = _run(capsys, "generate", mini_checkpoint, "--prompt", "x", *ENGINE)
     assert code == 130
     assert "interrupted" in err
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for part in action.choices.values():
+                yield from _parsers(part)
+
+
+def test_help_says_each_default_once() -> None:
+    texts = [part.format_help() for part in _parsers(build_parser())]
+    assert len(texts) > 15
+    options = [option for text in texts for option in re.split(r"\n  (?=-)", text)]
+    for option in options:
+        assert option.count("default:") <= 1, option
+        assert "default: None" not in option
+        assert "default: False" not in option
+    assert any("(default: 127.0.0.1)" in option for option in options)
 
 
 def test_help_needs_no_torch() -> None:

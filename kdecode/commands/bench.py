@@ -16,6 +16,7 @@ from kdecode.commands import (
     bench_tune,
 )
 from kdecode.commands.common import (
+    HelpFormatter,
     InputError,
     add_engine_arguments,
     add_model_argument,
@@ -38,7 +39,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", metavar="PART", required=True)
-    formatter = argparse.ArgumentDefaultsHelpFormatter
+    formatter = HelpFormatter
     roofline = parts.add_parser(
         "roofline", help="read bandwidth at 1 to all threads", formatter_class=formatter
     )

@@ -20,6 +20,7 @@ from kdecode.config import (
     ConfigError,
     DecodeBackend,
     EngineConfig,
+    ExpertProducts,
     GpuExchange,
     GpuKernels,
     Isa,
@@ -42,6 +43,15 @@ _LINE_S = 10.0
 
 class InputError(ValueError):
     """Input of a command that cannot be used; the message names the value and the limit."""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says the defaults that are values, of options whose help does not say it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class ProgressBar:
@@ -164,6 +174,12 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
         default=defaults.weight_prefetch,
         help="of latency_specialized on one GPU: l2 to ask for weights ahead of their launches",
     )
+    group.add_argument(
+        "--expert-products",
+        choices=get_args(ExpertProducts),
+        default=defaults.expert_products,
+        help="of latency_specialized on Blackwell: MXFP4 experts by scaled tensor-core products",
+    )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, has_backend: bool = True) -> None:
@@ -278,6 +294,7 @@ def engine_config(args: argparse.Namespace, **settings: Any) -> EngineConfig:
         "gpu_kernels": args.gpu_kernels,
         "shared_experts": args.shared_experts,
         "weight_prefetch": args.weight_prefetch,
+        "expert_products": args.expert_products,
         "cache_dtype": args.cache_dtype,
         "cache_scale": args.cache_scale,
         "page_tokens": args.page_tokens,

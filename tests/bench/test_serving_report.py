@@ -262,6 +262,9 @@ def test_llm_d_reads_its_report(tmp_path: Path, parallel: int | None) -> None:
     else:
         devices = component["standardized"]["accelerator"]
         assert (devices["count"], devices["parallelism"]) == (8, {"tp": 4})
+    lines = report.header_lines(lossy, MACHINE)
+    has_ranks = [line.endswith(" x test accelerator, tensor parallel 4") for line in lines[1:3]]
+    assert has_ranks == [False, parallel == 4]
     document["results"]["request_performance"]["aggregate"]["speed"] = {}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, LLM_D_SCHEMA)

@@ -15,7 +15,7 @@ def is_there(process: int, *, or_zombie: bool = True) -> bool:
     return or_zombie or state != "Z"
 
 
-def until(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
+def until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline, f"not within {limit_s:g} s"

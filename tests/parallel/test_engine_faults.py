@@ -20,7 +20,7 @@ from ranked_engines import PROMPTS, build, greedy, names_left, with_draft
 
 from kdecode.parallel.ranks import RankError
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 PROGRAM = Path(__file__).with_name("engine_process.py")
 WORDS = {
     "kill": "died with signal 9",
@@ -126,15 +126,15 @@ def test_followers_do_not_outlive_rank_0(
             assert run.stdout is not None
             processes = json.loads(run.stdout.readline())
             # A busy machine takes its time for the steps before.
-            until(stamp.exists, 6 * LIMIT_S)
+            until(stamp.exists, LIMIT_S)
             begin = time.monotonic()
             if kind != "diverge":
                 # A stopped parent cannot collect them.
                 until(lambda: not any(is_there(one, or_zombie=False) for one in processes))
             if kind == "stop":
                 run.send_signal(signal.SIGCONT)
-            text, _ = run.communicate(timeout=2 * LIMIT_S)
-            assert time.monotonic() - begin < 2 * LIMIT_S
+            text, _ = run.communicate(timeout=LIMIT_S)
+            assert time.monotonic() - begin < LIMIT_S
         finally:
             run.kill()
     until(lambda: not any(is_there(process) for process in processes))

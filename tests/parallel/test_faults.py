@@ -28,7 +28,7 @@ FAULTS = {
 IDLE = "fault"
 IN_MEMORY = "fault while all exchange in memory"
 TIMEOUT_S = 2.0
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 LEADER = Path(__file__).with_name("leader_process.py")
 
 

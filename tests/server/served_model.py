@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import openai
 import uvicorn
 
@@ -32,9 +34,23 @@ class Served:
     def wait_until_idle(self) -> None:
         """Until nothing is held; fails when something stays."""
         names = ("waiting", "running", "pages_used", "slots_used")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while any(self.llm.stats()[name] for name in names):
             assert time.monotonic() < deadline, self.llm.stats()
+            time.sleep(0.005)
+
+    def num_aborted(self) -> float:
+        """Choices of requests that a client has left, since the server began."""
+        text = httpx.get(f"{self.url}/metrics").text
+        aborted = r'^vllm:request_success_total{.*finished_reason="abort".*} (.+)$'
+        return sum(map(float, re.findall(aborted, text, re.MULTILINE)))
+
+    def wait_for_aborted(self, number: float) -> None:
+        """Until so many are counted; fails where they end in another way."""
+        self.wait_until_idle()
+        deadline = time.monotonic() + 60
+        while self.num_aborted() < number:
+            assert time.monotonic() < deadline, f"{self.num_aborted()} of {number}"
             time.sleep(0.005)
 
 

@@ -185,7 +185,7 @@ def header_lines(comparison: ServedComparison, machine: Machine) -> list[str]:
         hardware = facts.config.get("hardware.name") or "hardware not told"
         lines.append(
             f"{name}: {url}, {facts.kind}, model {facts.model}, {COMPARED_SETTING} {backend}, "
-            f"{_known(facts.accelerators)} x {hardware}"
+            f"{_known(facts.accelerators)} x {hardware}{_ranks(facts)}"
         )
     lines += [
         f"client: {machine.cpu or 'cpu not known'}, {counted(machine.cores, 'core')}, "
@@ -209,6 +209,17 @@ def header_lines(comparison: ServedComparison, machine: Machine) -> list[str]:
     unchecked = sorted({what for facts in comparison.facts for what in facts.unchecked})
     lines.append(f"not told by these servers, so not compared: {', '.join(unchecked) or 'nothing'}")
     return lines
+
+
+def _ranks(facts: ServerFacts) -> str:
+    """The ways in which several processes share the model; nothing where one has it alone."""
+    found = []
+    for what in ("tensor", "pipeline", "data", "decode_context"):
+        names = (f"{what}_parallel_size", f"parallel_config.{what}_parallel_size")
+        size = next((facts.config[name] for name in names if name in facts.config), 1)
+        if size != 1:
+            found.append(f", {what.replace('_', ' ')} parallel {size}")
+    return "".join(found)
 
 
 def _null_line(comparison: ServedComparison) -> str:
