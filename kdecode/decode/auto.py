@@ -38,7 +38,13 @@ from kdecode.kernels.projection.op import ProjectionWeights
 from kdecode.kernels.residual.op import ResidualUse
 from kdecode.kernels.rms_norm.op import NormWeights
 from kdecode.model.layout import PackedKda, PackedMlp, PackedModel, PackedMoe
-from kdecode.model.rank_share import Exchanged, context_exchanges, stage_exchange
+from kdecode.model.rank_share import (
+    Exchanged,
+    context_exchanges,
+    covered_exchanges,
+    stage_exchange,
+)
+from kdecode.model.stages import layer_stages
 from kdecode.parallel.ranks import ALONE, Ranks
 
 # Ops whose kernels take any number of rows, on a device that has them.
@@ -243,21 +249,38 @@ class _Builder:
         yield self._project(None, "head", packed.head, ("head_in", "logits"), is_head=True)
 
     def _moe(self, layer: int, moe: PackedMoe, num_snapshots: int) -> Iterator[Step]:
+        is_alone = self.ranks.is_alone
+        yield from (self._mixture if is_alone else self._mixture_of_ranks)(layer, moe)
+        delta = "expert_sum" if moe.latent_up is None else "routed"
+        shared = None if moe.shared is None else "shared"
+        yield self._add(layer, "mlp_residual", ResidualUse(delta, num_snapshots, shared=shared))
+
+    def _mixture(self, layer: int, moe: PackedMoe) -> Iterator[Step]:
         yield self.step("route", layer, ("route",), moe)
-        is_latent = moe.latent_down is not None
         if moe.latent_down is not None:
             yield self._project(layer, "latent_down", moe.latent_down, ("mlp_in", "latent"))
-        source = "latent" if is_latent else "mlp_in"
+        source = "mlp_in" if moe.latent_down is None else "latent"
         reads = (source, "route_ids", "route_weights")
         yield self.step("experts", layer, ("experts",), moe, reads)
-        if is_latent:
+        if moe.latent_up is not None:
             yield self.step("latent_up", layer, ("latent_up",), moe)
-        shared = None
         if moe.shared is not None:
-            shared = "shared"
-            yield self._gated(layer, "shared_mlp", moe.shared, shared)
-        delta = "routed" if is_latent else "expert_sum"
-        yield self._add(layer, "mlp_residual", ResidualUse(delta, num_snapshots, shared=shared))
+            yield self._gated(layer, "shared_mlp", moe.shared, "shared")
+
+    def _mixture_of_ranks(self, layer: int, moe: PackedMoe) -> Iterator[Step]:
+        """In as few exchanges as `latency_specialized` has: values that do not need each other
+        are one step, and travel together."""
+        stages = layer_stages(self.config, layer)
+
+        def present(*names: str) -> tuple[str, ...]:
+            return tuple(name for name in names if name in stages)
+
+        choice = "route_ids", "route_weights"
+        covers = present("route", "latent_down")
+        yield self.step("route", layer, covers, moe, ("mlp_in",), (*choice, "latent"))
+        covers = present("experts", "latent_up", "shared_mlp")
+        reads, writes = ("mlp_in", "latent", *choice), ("expert_sum", "routed", "shared")
+        yield self.step("experts", layer, covers, moe, reads, writes)
 
     def _mix(
         self, layer: int | None, stage: str, weight: torch.Tensor | None, num_snapshots: int
@@ -305,7 +328,7 @@ class _Builder:
         if "mla_attend" in covers and not self.buffers.caches.context.is_whole:
             # The logarithm of the sum of exponentials.
             return context_exchanges(self.config, self.ranks.size, 1)
-        return tuple((value,) for stage in covers if (value := self._exchanged(stage)))
+        return covered_exchanges(self.config, self.ranks.size, covers)
 
     def _exchanged(self, stage: str) -> Exchanged | None:
         return stage_exchange(self.config, self.ranks.size, stage)

@@ -1,7 +1,7 @@
 """Native steps that exchange values with other ranks: what they exchange, and running them.
 
-Owns which stages' values travel together, and the error of an exchange that failed: native steps
-cannot raise, so that after each run the exchange is asked.
+Owns what they exchange, and the error of an exchange that failed: native steps cannot raise, so that
+after each run the exchange is asked.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from kdecode.config import ModelConfig
 from kdecode.decode.plan import Step
 from kdecode.kernels.common.fused import part_bytes
 from kdecode.kernels.common.native import SharedExchange
-from kdecode.model.rank_share import Exchanged, context_exchanges, stage_exchange
+from kdecode.model.rank_share import Exchanged, context_exchanges, covered_exchanges
 from kdecode.parallel.shared import exchange_error
-
-# By op, the stages whose values one exchange has, in the order of its exchanges.
-_TOGETHER: dict[str, tuple[tuple[str, ...], ...]] = {
-    "attn_out": (("attn_out_proj",),),
-    "dense_mlp": (("dense_mlp",),),
-    "moe_front": (("route", "latent_down"),),
-    "moe_tail": (("experts", "shared_mlp"), ("latent_up",)),
-    "head": (("head",),),
-}
 
 
 def step_exchanges(
@@ -41,13 +32,7 @@ def step_exchanges(
     if op == "embed":
         # The rank that has a token's row shows it; nothing is added.
         return ((Exchanged("gather", "prefix", 2 * config.hidden_size),),)
-    exchanges = []
-    for stages in _TOGETHER.get(op, ()):
-        found = [stage_exchange(config, size, stage) for stage in stages if stage in covers]
-        together = tuple(entry for entry in found if entry is not None)
-        if together:
-            exchanges.append(together)
-    return tuple(exchanges)
+    return covered_exchanges(config, size, covers)
 
 
 def most_exchanged(exchanges: Sequence[Sequence[Exchanged]], rows: int) -> int:

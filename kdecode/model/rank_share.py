@@ -84,6 +84,8 @@ GATHERED = frozenset({"mlp.router", "mlp.latent_down", "mlp.latent_up"})
 _EXPERT_SLOTS = ("mlp.w1.", "mlp.w2.", "mlp.w3.")
 # Of a plain bf16 matrix: the native products read columns in pairs.
 _COLUMN_PAIR = 2
+# Stages whose value is in the exchange of another one: neither needs the other.
+_BESIDE = {"latent_down": "route", "shared_mlp": "experts"}
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,22 @@ def stage_exchange(config: ModelConfig, size: int, stage: str) -> Exchanged | No
         "head": ("gather", "logits", 2 * config.vocab_size),
     }
     return Exchanged(*found[stage]) if size > 1 and stage in found else None
+
+
+def covered_exchanges(
+    config: ModelConfig, size: int, covers: Sequence[str]
+) -> tuple[tuple[Exchanged, ...], ...]:
+    """What the ranks exchange in a step that covers these stages, an exchange each, in order.
+
+    config: of a share.
+    """
+    exchanges: dict[str, tuple[Exchanged, ...]] = {}
+    for stage in covers:
+        value = stage_exchange(config, size, stage)
+        if value is not None:
+            first = _BESIDE.get(stage, stage)
+            exchanges[first] = (*exchanges.get(first, ()), value)
+    return tuple(exchanges.values())
 
 
 def context_exchanges(

@@ -88,6 +88,21 @@ def test_plan_of_a_rank_is_the_committed_one(
     _check_snapshot(request, text, PLANS / f"{model}.ranks-{RANKS}.{backend}.txt")
 
 
+@pytest.mark.parametrize("model", CONFIGS)
+def test_auto_has_no_exchange_that_latency_specialized_does_without(model: str) -> None:
+    """Layer by layer: a comparison would count what the baseline does too often."""
+    size = 2 if model.endswith("mini") else RANKS
+    config = ModelConfig.from_checkpoint(CONFIGS[model])
+    counts: list[Counter[int | None]] = []
+    backends: tuple[DecodeBackend, ...] = ("auto", "latency_specialized")
+    for backend in backends:
+        plan, _ = describe_plan(config, _engine(backend, tensor_parallel_size=size), 1)
+        counts.append(Counter())
+        for step in plan.steps:
+            counts[-1][step.layers[0]] += len(step.exchanges)
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
 def test_plan_of_a_rank_that_shares_positions_exchanges_more(backend: DecodeBackend) -> None:
     """In the attention of MLA layers; nothing else of the plan differs."""

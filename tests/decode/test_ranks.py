@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from standard_rank_cases import FAMILIES, PAGE_TOKENS, Outcome, Setting, check, run_all, run_steps
+from standard_rank_cases import (
+    FAMILIES,
+    PAGE_TOKENS,
+    Outcome,
+    Setting,
+    check,
+    run_all,
+    run_steps,
+    steps,
+)
 
 from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.plan import DecodePlan
+from kdecode.kernels.contract import Exchange
 from kdecode.model.layout import TrunkFormat
 from kdecode.model.outline import outline_model
 from kdecode.model.presets import PRESETS, released_config
@@ -24,6 +35,7 @@ from kdecode.model.rank_share import share_of
 from kdecode.model.synthesis import make_checkpoint
 from kdecode.parallel.ranks import ALONE, Ranks
 from kdecode.testing.compare import bit_equal
+from kdecode.testing.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +95,25 @@ def test_a_plan_names_what_its_steps_exchange() -> None:
     config = ModelConfig.from_checkpoint(released_config(PRESETS["mini-16"]))
     plan = described(config, Ranks(1, 8))
     found = [
-        (step.layers[0], step.covers[0], value.kind, value.value, value.row_bytes)
+        (step.layers[0], step.covers[0], [(v.kind, v.value, v.row_bytes) for v in values])
         for step in plan.steps
         for values in step.exchanges
-        for value in values
     ]
     dense = [
-        ("attn_out_proj", "reduce", "attn_delta", 1024),
-        ("dense_mlp", "reduce", "mlp_delta", 1024),
+        ("attn_out_proj", [("reduce", "attn_delta", 1024)]),
+        ("dense_mlp", [("reduce", "mlp_delta", 1024)]),
     ]
     mixture = [
-        ("attn_out_proj", "reduce", "attn_delta", 1024),
-        ("route", "gather", "router_logits", 16),
-        ("latent_down", "gather", "latent", 32),
-        ("experts", "reduce", "expert_sum", 512),
-        ("latent_up", "gather", "routed", 64),
-        ("shared_mlp", "reduce", "shared", 1024),
+        ("attn_out_proj", [("reduce", "attn_delta", 1024)]),
+        ("route", [("gather", "router_logits", 16), ("gather", "latent", 32)]),
+        ("experts", [("reduce", "expert_sum", 512), ("reduce", "shared", 1024)]),
+        ("experts", [("gather", "routed", 64)]),
     ]
     assert found == [
-        (None, "embed", "reduce", "prefix", 1024),
+        (None, "embed", [("reduce", "prefix", 1024)]),
         *((0, *entry) for entry in dense),
         *((layer, *entry) for layer in range(1, 5) for entry in mixture),
-        (None, "head", "gather", "logits", 384),
+        (None, "head", [("gather", "logits", 384)]),
     ]
     assert not any(step.exchanges for step in described(config, ALONE).steps)
 
@@ -112,3 +121,35 @@ def test_a_plan_names_what_its_steps_exchange() -> None:
 def test_a_plan_of_several_ranks_needs_an_exchange(mini_16_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="runs with an exchange; this one has none"):
         run_steps(mini_16_checkpoint, Setting(), Ranks(0, 4), None)
+
+
+class Counted:
+    """An exchange, and how often it was one."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self.number = exchange, 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in ("reduce", "gather", "swap"):
+            self.number += 1
+        made: Callable[..., Any] = getattr(self._exchange, name)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("family", "preset"), [("k3", "mini-16"), ("linear", "kimi-linear-mini-16")]
+)
+def test_a_run_has_the_exchanges_that_its_plan_names(
+    family: str, preset: str, request: pytest.FixtureRequest
+) -> None:
+    directory = request.getfixturevalue(FAMILIES[family])
+    config = ModelConfig.from_checkpoint(released_config(PRESETS[preset]))
+    batches = steps(config.vocab_size)[:3]
+
+    def run(ranks: Ranks, exchange: Exchange) -> int:
+        counted: Any = Counted(exchange)
+        run_steps(directory, Setting(), ranks, counted, batches)
+        return int(counted.number)
+
+    named = sum(len(step.exchanges) for step in described(config, Ranks(0, 2)).steps)
+    assert run_ranks(2, run) == [len(batches) * named] * 2

@@ -5,6 +5,10 @@
 
 x: ``latent``, or ``mlp_in`` for experts at the model width. Each expert is read once a step, for
 all rows that chose it; no dequantised copy outlives its use.
+
+Of several ranks each has some columns of every expert and of the shared ones, and some rows of the
+way up from the latents. The sums of both kinds travel together, so that the step also covers what
+follows: the sums are exchanged, then the columns of ``routed`` (`latent_up`, `shared_mlp`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor
 from kdecode.kernels.common.activation import GatedActivation, make_gated
 from kdecode.kernels.common.matrix import ROW_FORMATS, Matrix
 from kdecode.kernels.contract import Buffers, Problem
-from kdecode.kernels.linear.ranked import exchange_of
+from kdecode.kernels.linear.rank_mixture import MixtureEnd, make_mixture_end
 from kdecode.kernels.linear.unpack import unpack_rows
 
 
@@ -35,7 +35,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Experts:
         activation=make_gated(problem.config.activation, first, buffers.products.isa),
         input="mlp_in" if problem.config.moe.latent_width is None else "latent",
         is_native=first.format not in ROW_FORMATS and first.data.device.type == "cpu",
-        is_part=not problem.ranks.is_alone,
+        end=make_mixture_end(weights, problem, buffers),
         buffers=buffers,
     )
 
@@ -47,16 +47,21 @@ class Experts:
     activation: GatedActivation
     input: str
     is_native: bool
-    is_part: bool
+    end: MixtureEnd | None  # of several ranks, where sums are parts
     buffers: Buffers
 
     def run(self) -> None:
         buffers = self.buffers
         inputs = buffers[self.input], buffers["route_ids"], buffers["route_weights"]
-        buffers["expert_sum"] = self.summed(*inputs)
+        summed = self.summed(*inputs)
+        if self.end is None:
+            buffers["expert_sum"] = summed
+        else:
+            self.end.run(summed)
 
     def summed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [R, L], the experts of each row [R, N] and what each counts there -> [R, L] bf16."""
+        """x [R, L], the experts of each row [R, N] and what each counts there -> [R, L] bf16, or
+        fp32 of a part."""
         rows, top_k = ids.shape
         # Pairs (row, place) by expert; the rows of an expert stay in order.
         by_expert, pairs = ids.flatten().sort(stable=True)
@@ -70,12 +75,12 @@ class Experts:
                 outputs[own] = self._unpacked(x[own // top_k], expert)
         outputs = outputs.float().view(rows, top_k, -1)
         summed = torch.bmm(weights.unsqueeze(1), outputs).squeeze(1)
-        return exchange_of(self.buffers).reduce(summed) if self.is_part else summed.bfloat16()
+        return summed.bfloat16() if self.end is None else summed
 
     @property
     def _out_dtype(self) -> torch.dtype:
         """Of one expert's output."""
-        return torch.float32 if self.is_part else torch.bfloat16
+        return torch.bfloat16 if self.end is None else torch.float32
 
     def _grouped(
         self, x: Tensor, pair_rows: Tensor, experts: Sequence[int], counts: Sequence[int]

@@ -28,7 +28,7 @@ from kdecode.kernels.common.triton_expert_tiles import tile_launches
 from kdecode.kernels.common.triton_expert_up import up_launch
 from kdecode.kernels.common.triton_launch import ROW_BLOCKS
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.linear.ranked import exchange_of
+from kdecode.kernels.linear.rank_mixture import MixtureEnd, make_mixture_end
 
 _MOST_PLAN_ROWS = ROW_BLOCKS[-1]
 
@@ -44,8 +44,9 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
         num_counters(problem.config), dtype=torch.int32, device=weights.router_bias.device
     )
     stack = ExpertStack.of(weights.experts)
-    kind = _Experts if problem.ranks.is_alone else _PartExperts
-    return kind(problem.config, problem.arch, stack, counters, buffers)
+    bound = problem.config, problem.arch, stack, counters, buffers
+    end = make_mixture_end(weights, problem, buffers)
+    return _Experts(*bound) if end is None else _PartExperts(*bound, end)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class _Experts:
 
 @dataclass(frozen=True)
 class _PartExperts(_Experts):
+    end: MixtureEnd
+
     def run(self) -> None:
         source = self.buffers[expert_input(self.config)]
         choice = Choice(self.buffers["route_ids"], self.buffers["route_weights"])
@@ -88,4 +91,4 @@ class _PartExperts(_Experts):
         if source.shape[0]:
             for launch in tile_launches(self.config, self.arch, self.stack, source, choice, part):
                 launch.run()
-        self.buffers["expert_sum"] = exchange_of(self.buffers).reduce(part)
+        self.end.run(part)

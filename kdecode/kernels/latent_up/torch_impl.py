@@ -9,17 +9,18 @@ from torch import Tensor
 
 from kdecode.kernels.common.norm import rms_norm
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.linear.product import Linear
-from kdecode.kernels.linear.ranked import make_gathered
+from kdecode.kernels.linear.product import Linear, make_linear
 
 
 def refuse(problem: Problem) -> list[str]:
-    return []
+    if problem.ranks.is_alone:
+        return []
+    return ["Of several ranks the way up from the latents is a part of the step of the experts."]
 
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    product = make_gathered(weights.latent_up, problem, buffers)
+    product = make_linear(weights.latent_up, buffers.products)
     return _LatentUp(weights.latent_norm, problem.config.rms_eps, product, buffers)
 
 

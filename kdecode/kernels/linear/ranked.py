@@ -30,11 +30,9 @@ def make_summed(matrix: Matrix, problem: Problem, buffers: Buffers) -> Linear:
     return lambda x: exchange_of(buffers).reduce(part(x))
 
 
-def make_gathered(
-    matrix: Matrix, problem: Problem, buffers: Buffers, out_dtype: torch.dtype = torch.bfloat16
-) -> Linear:
-    """[R, cols] bf16 -> [R, all rows] in ``out_dtype``, of one of which each rank has some rows."""
-    product = make_linear(matrix, buffers.products, out_dtype)
+def make_gathered(matrix: Matrix, problem: Problem, buffers: Buffers) -> Linear:
+    """[R, cols] bf16 -> [R, all rows] bf16, of one of which each rank has some rows."""
+    product = make_linear(matrix, buffers.products)
     if problem.ranks.is_alone:
         return product
     return lambda x: exchange_of(buffers).gather(product(x))

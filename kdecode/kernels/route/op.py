@@ -3,6 +3,9 @@
     s = sigmoid(x W^T);  ids = top N of s + bias;  w = s[ids] / (sum s[ids] + 1e-20) scaling
 
 The bias only selects. Of equal biased scores the lowest expert is first.
+
+Of several ranks each has some rows of the router, and of the way to the latents. The logits of all
+travel with the latents, so that the step also covers `latent_down`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from torch import Tensor
 from kdecode.config import MoeConfig
 from kdecode.kernels.common.activation import sigmoid_
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.linear.product import Linear
-from kdecode.kernels.linear.ranked import make_gathered
+from kdecode.kernels.linear.rank_mixture import Gate, make_gate
 
 _EPS = 1e-20
 
@@ -23,19 +22,19 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    scores = make_gathered(weights.router, problem, buffers, torch.float32)
-    return _Route(scores, weights.router_bias, problem.config.moe, buffers)
+    gate = make_gate(weights, problem, buffers)
+    return _Route(gate, weights.router_bias, problem.config.moe, buffers)
 
 
 @dataclass(frozen=True)
 class _Route:
-    product: Linear
+    gate: Gate
     bias: Tensor  # [E] fp32
     moe: MoeConfig
     buffers: Buffers
 
     def run(self) -> None:
-        scores = sigmoid_(self.product(self.buffers["mlp_in"]))  # [R, E]
+        scores = sigmoid_(self.gate.run())  # [R, E]
         # topk leaves the order of equal scores open; a stable sort does not.
         order = torch.sort(scores + self.bias, dim=-1, descending=True, stable=True).indices
         ids = order[:, : self.moe.top_k]

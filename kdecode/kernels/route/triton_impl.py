@@ -14,8 +14,7 @@ from torch import Tensor
 from kdecode.config import MoeConfig
 from kdecode.kernels.common.triton_route import refuse_choice, route_launch
 from kdecode.kernels.contract import Buffers, Prepared, Problem
-from kdecode.kernels.linear.product import Linear
-from kdecode.kernels.linear.ranked import make_gathered
+from kdecode.kernels.linear.rank_mixture import Gate, make_gate
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -25,19 +24,19 @@ def refuse(problem: Problem) -> list[str]:
 
 def prepare(problem: Problem, weights: Any, buffers: Buffers) -> Prepared:
     """weights: the packed mixture of experts."""
-    scores = make_gathered(weights.router, problem, buffers, torch.float32)
-    return _Route(scores, weights.router_bias, problem.config.moe, buffers)
+    gate = make_gate(weights, problem, buffers)
+    return _Route(gate, weights.router_bias, problem.config.moe, buffers)
 
 
 @dataclass(frozen=True)
 class _Route:
-    product: Linear
+    gate: Gate
     bias: Tensor  # [E] fp32
     moe: MoeConfig
     buffers: Buffers
 
     def run(self) -> None:
-        logits = self.product(self.buffers["mlp_in"])
+        logits = self.gate.run()
         slots = (logits.shape[0], self.moe.top_k)
         ids = logits.new_empty(slots, dtype=torch.int32)
         weights = logits.new_empty(slots)

@@ -12,8 +12,9 @@ from torch import Tensor
 from triton_cases import DEVICE, Case, make_case
 
 from kdecode.kernels import table
+from kdecode.kernels.common.matrix import Matrix
 from kdecode.kernels.contract import Buffers
-from kdecode.kernels.linear.product import ProductSettings
+from kdecode.kernels.linear.product import ProductSettings, make_linear
 from kdecode.parallel.ranks import Ranks
 from kdecode.testing.compare import bit_equal
 
@@ -23,9 +24,9 @@ RANKS = Ranks(0, 2)
 
 @dataclass
 class Other:
-    """The exchange of rank 0 of two. columns: what rank 1 has of what is gathered."""
+    """The exchange of rank 0 of two. words: what rank 1 has of what is gathered, else the same."""
 
-    columns: Tensor | None = None
+    words: Tensor | None = None
     parts: list[Tensor] = field(default_factory=list)
 
     def reduce(self, part: Tensor) -> Tensor:
@@ -33,8 +34,7 @@ class Other:
         return part.to(torch.bfloat16)
 
     def gather(self, part: Tensor) -> Tensor:
-        assert self.columns is not None
-        return torch.cat([part, self.columns.to(part)], dim=1)
+        return torch.cat([part, part if self.words is None else self.words.to(part)], dim=1)
 
     def swap(self, parts: Tensor) -> Tensor:
         raise AssertionError("Nothing of these is swapped.")
@@ -50,50 +50,71 @@ def run(case: Case, op: str, impl: str, other: Other | None, **inputs: Tensor) -
     if other is not None:
         problem = replace(problem, ranks=RANKS)
         if op == "route":
-            router, rows = weights.router, weights.router.rows // 2
-            weights = replace(weights, router=replace(router, rows=rows, data=router.data[:rows]))
+            halves = {name: _half(getattr(weights, name)) for name in ("router", "latent_down")}
+            weights = replace(weights, **halves)
     module = table.implementation(op, impl)
     assert module.refuse(problem) == []
     module.prepare(problem, weights, buffers).run()
     return buffers
 
 
-@pytest.mark.parametrize(("name", "rows"), [("k3", 1), ("k3", 9), ("k3", 70), ("kimi-linear", 5)])
-def test_a_part_of_the_experts_sums_is_not_rounded(name: str, rows: int) -> None:
-    case = CASES[name]
+def _half(matrix: Matrix) -> Matrix:
+    rows = matrix.rows // 2
+    return replace(matrix, rows=rows, data=matrix.data[:rows])
+
+
+def inputs_of(case: Case, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the experts read; for the shared ones there is always a normed input."""
     source, x = random_input(case, rows)
     ids, weights = random_routes(case, rows)
-    inputs = {source: x, "route_ids": ids, "route_weights": weights}
+    generator = torch.Generator().manual_seed(6)
+    normed = torch.randn(rows, case.config.hidden_size, generator=generator).to(torch.bfloat16)
+    return x, {"mlp_in": normed, source: x, "route_ids": ids, "route_weights": weights}
+
+
+@pytest.mark.parametrize(("name", "rows"), [("k3", 1), ("k3", 9), ("k3", 70), ("kimi-linear", 5)])
+def test_a_part_of_the_experts_sums_is_not_rounded(name: str, rows: int) -> None:
+    """Nor one of the shared experts, which travels behind it."""
+    case = CASES[name]
+    x, inputs = inputs_of(case, rows)
     ours, theirs = Other(), Other()
-    out = run(case, "experts", "triton", ours, **inputs)["expert_sum"]
+    found = run(case, "experts", "triton", ours, **inputs)
     run(case, "experts", "torch", theirs, **inputs)
-    (part,), (gold,) = ours.parts, theirs.parts
-    assert part.dtype == torch.float32
-    assert not torch.equal(part, part.to(torch.bfloat16).float())
-    bit_equal(out, part.to(torch.bfloat16), "expert_sum")
+    (line,), (gold,) = ours.parts, theirs.parts
+    assert line.shape == (1, x.numel() + rows * case.config.hidden_size)
+    part, shared = line[:, : x.numel()].view(x.shape), line[:, x.numel() :].view(rows, -1)
+    for values, buffer in ((part, "expert_sum"), (shared, "shared")):
+        assert values.dtype == torch.float32
+        assert not torch.equal(values, values.to(torch.bfloat16).float())
+        bit_equal(found[buffer], values.to(torch.bfloat16), buffer)
     # Products between the matrices are bf16, and some are rounded to a neighbour.
-    error = torch.linalg.norm((part - gold).cpu()) / torch.linalg.norm(gold.cpu())
+    error = torch.linalg.norm((line - gold).cpu()) / torch.linalg.norm(gold.cpu())
     assert error < 2e-3
 
 
 def test_all_ranks_choose_among_the_experts_of_all() -> None:
+    """And have the latents of all, which come with the logits."""
     case = CASES["k3"]
     generator = torch.Generator().manual_seed(5)
     mlp_in = torch.randn(5, case.config.hidden_size, generator=generator).to(torch.bfloat16)
-    router = case.packed.layers[LAYER].mlp.router  # type: ignore[union-attr]
-    rest = router.data[router.rows // 2 :]
-    columns = mlp_in.to(DEVICE).float() @ rest.float().T
-    found = run(case, "route", "triton", Other(columns), mlp_in=mlp_in)
+    mixture: Any = case.packed.layers[LAYER].mlp
+    rest = mixture.router.data[mixture.router.rows // 2 :]
+    logits = mlp_in.to(DEVICE).float() @ rest.float().T
+    each = mixture.latent_down.rows // 2
+    latents = torch.randn(5, each, generator=generator).to(DEVICE, torch.bfloat16)
+    words = torch.cat([logits.view(torch.int16), latents.view(torch.int16)], dim=1)
+    found = run(case, "route", "triton", Other(words), mlp_in=mlp_in)
     alone = run(case, "route", "triton", None, mlp_in=mlp_in)
     bit_equal(found["route_ids"], alone["route_ids"], "route_ids")
     torch.testing.assert_close(found["route_weights"], alone["route_weights"], rtol=1e-5, atol=0.0)
+    own = make_linear(_half(mixture.latent_down), ProductSettings(DEVICE))(mlp_in.to(DEVICE))
+    bit_equal(found["latent"], torch.cat([own, latents], dim=1), "latent")
 
 
 def test_a_step_of_no_rows_has_a_part_of_none() -> None:
     case = CASES["k3"]
-    source, x = random_input(case, 0)
-    ids, weights = random_routes(case, 0)
+    x, inputs = inputs_of(case, 0)
     other = Other()
-    inputs = {source: x, "route_ids": ids, "route_weights": weights}
-    run(case, "experts", "triton", other, **inputs)
-    assert [part.shape for part in other.parts] == [x.shape]
+    found = run(case, "experts", "triton", other, **inputs)
+    assert [part.shape for part in other.parts] == [(1, 0)]
+    assert found["expert_sum"].shape == x.shape
