@@ -1,7 +1,7 @@
 """Native steps that exchange values with other ranks: what they exchange, and running them.
 
-Owns what they exchange, and the error of an exchange that failed: native steps cannot raise, so that
-after each run the exchange is asked.
+Owns what they exchange, and the error of an exchange that failed: native steps cannot raise, so
+that after each run the exchange is asked.
 """
 
 from __future__ import annotations
