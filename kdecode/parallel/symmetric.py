@@ -34,6 +34,7 @@ from kdecode.kernels.contract import PartBlock
 from kdecode.parallel.collectives import GroupExchange, Watch, awaited, wait_for_gpu, watched
 from kdecode.parallel.ranks import RankError, Ranks
 from kdecode.parallel.symmetric_memory import (
+from kdecode.parallel.monitor import PATIENCE
     Meeting,
     Memory,
     NotSharedError,
@@ -55,6 +56,8 @@ _BACKEND = "CUDA"
 _NATIVE_ATOMICS = 3
 
 
+# How much of the time that a rank may be silent it may wait for another one's memory.
+_OF_SILENCE = 0.5
 def refuse(devices: Sequence[int], *, is_one_host: bool) -> list[str]:
     """Every reason why the ranks cannot read each other's memory. devices: the GPUs of this host's
     ranks."""
@@ -186,7 +189,9 @@ def exchange_between(
 
     Raises RankError, and on every rank NotSharedError where one of them cannot share its memory.
     """
-    meeting = Meeting(PrefixStore("symmetric", store), ranks, watch)
+    # Of the time in which a rank has to give a sign of life, which none does while torch waits.
+    hand_over_s = _OF_SILENCE * patience_s / PATIENCE
+    meeting = Meeting(PrefixStore("symmetric", store), ranks, watch, hand_over_s)
     memory = _meet(meeting, ranks, device, gather)
 
     def make() -> SymmetricExchange:

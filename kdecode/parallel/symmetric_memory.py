@@ -3,10 +3,16 @@
 torch's symmetric memory; ranks meet through a store. Owns that such a meeting is a watched one: it
 lasts for as long as the group is whole, and a rank that cannot share its memory tells the others,
 which would wait for it. Knows neither blocks nor what they are for (`symmetric.py`).
+
+torch keeps Python's lock through a whole meeting, so that nobody of this process watches it while
+it waits for another rank. There are two such waits. In the store it comes back to Python, which
+gives the lock up. Then ranks hand each other their memory over sockets: a receiver would wait for
+ever for one that is lost in between, so that these have a limit (`handing_over.py`).
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +25,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from kdecode.parallel.collectives import Watch
+from kdecode.parallel.handing_over import limit_sockets
 from kdecode.parallel.ranks import RankError, Ranks
 
 Made = TypeVar("Made")
 
 # How often it is looked whether another rank has come.
 _LOOK_S = 0.005
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 # What a rank that cannot share its memory leaves in the store.
 _REFUSED = "refused"
 
@@ -62,6 +70,8 @@ class TorchMemory:
             _SymmetricMemory,
         )
 
+        # Nothing here is sent to all at once, and with it ranks also wait inside of the driver.
+        os.putenv(_NO_MULTICAST, "1")
         self._device = torch.device(device)
         self._api: Any = _SymmetricMemory
         # A process may have had a group before, and torch keeps their names.
@@ -92,12 +102,13 @@ class CountedFromZero(Store):
     rank whose process has had a group before would wait for others under another number.
 
     check: raises what ends a wait. None of them has a bound of the store's own, and none keeps
-    others of this process from the store meanwhile.
+    others of this process from the store meanwhile. hand_over_s: how long torch may wait for the
+    memory of another rank, which it does behind an entry that says what this one has.
     """
 
-    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+    def __init__(self, store: Store, check: Callable[[], None], hand_over_s: float) -> None:
         super().__init__()
-        self._store, self._check = store, check
+        self._store, self._check, self._hand_over_s = store, check, hand_over_s
         self._first: int | None = None
 
     def _own(self, key: str) -> str:
@@ -110,6 +121,7 @@ class CountedFromZero(Store):
         return f"{word}/{int(number) - self._first}/{rest}"
 
     def set(self, key: str, value: Any) -> None:
+        limit_sockets(self._hand_over_s)
         self._store.set(self._own(key), value)
 
     def get(self, key: str) -> bytes:
@@ -141,11 +153,11 @@ class CountedFromZero(Store):
 class Meeting:
     """The watch over ranks that meet to share memory: it also ends where one of them cannot.
 
-    store: for the meeting itself.
+    store: for the meeting itself. hand_over_s: see `CountedFromZero`.
     """
 
-    def __init__(self, store: Store, ranks: Ranks, watch: Watch) -> None:
-        self.store = CountedFromZero(store, self.check)
+    def __init__(self, store: Store, ranks: Ranks, watch: Watch, hand_over_s: float) -> None:
+        self.store = CountedFromZero(store, self.check, hand_over_s)
         self._entries, self._ranks, self._watch = store, ranks, watch
 
     def check(self) -> None:

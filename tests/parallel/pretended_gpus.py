@@ -10,12 +10,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import rank_follow
@@ -23,7 +26,7 @@ import torch
 from engine_faults import Fault, arm
 from pretend_device import PretendTensor, pretend_cuda
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from triton_interpreter import round_in_the_interpreter
 
 from kdecode.config import EngineConfig
@@ -33,7 +36,7 @@ from kdecode.parallel import collectives, nccl, symmetric
 from kdecode.parallel.collectives import Checks, Watch, awaited, watched
 from kdecode.parallel.group import Group
 from kdecode.parallel.ranks import Ranks
-from kdecode.parallel.symmetric_memory import SharedMemory
+from kdecode.parallel.symmetric_memory import SharedMemory, TorchMemory
 
 _LOOK_S = 0.001
 
@@ -255,3 +258,75 @@ def _faulty(fault: str, part: Tensor) -> Tensor:
         rank_follow.commit(fault)
     while True:
         time.sleep(_LOOK_S)
+
+
+class HandedMemory(TorchMemory):
+    """torch's, of the host's memory in the place of a GPU's. It is handed over as torch does: with
+    sockets in a folder, around the ranks, and receivers keep Python's lock.
+
+    fault: of the rank ``faulty``, as soon as it has said what it will hand over; "" for none.
+    """
+
+    def __init__(
+        self, folder: str, faulty: int, fault: str, store: Store, ranks: Ranks, device: str
+    ) -> None:
+        super().__init__(store, ranks, device)
+        self._api = _HandingOver(folder, fault if ranks.rank == faulty else "", store, ranks)
+
+
+class _HandingOver:
+    """Of torch's interface what needs a GPU."""
+
+    def __init__(self, folder: str, fault: str, store: Store, ranks: Ranks) -> None:
+        self._folder, self._fault, self._store, self._ranks = folder, fault, store, ranks
+        self._kernel = ctypes.PyDLL(None, use_errno=True)
+        self._number, self._file = 0, -1
+
+    def empty_strided_p2p(self, shape: tuple[int], *_: object) -> Tensor:
+        self._file = os.memfd_create("kdecode-handed", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, *shape)
+        return PretendTensor(_mapped(self._file, *shape))
+
+    def rendezvous(self, own: Tensor, group_name: str) -> SimpleNamespace:
+        rank, size = self._ranks.rank, self._ranks.size
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.bind(self._path(os.getpid()))
+            entries = PrefixStore(f"CUDASymmetricMemory/{self._number}", self._store)
+            self._number += 1
+            entries.set(str(rank), str(os.getpid()))
+            next_one = [int(entries.get(str(other))) for other in range(size)][(rank + 1) % size]
+            if self._fault:
+                rank_follow.commit(self._fault)
+            files = {rank: self._file}
+            for step in range(size - 1):
+                sent = files[(rank - step) % size]
+                with_it = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", sent))]
+                channel.sendmsg([b"fd"], with_it, 0, self._path(next_one))
+                files[(rank - step - 1) % size] = self._receive(channel)
+        os.unlink(self._path(os.getpid()))
+        every = [_mapped(files[other], own.numel()) for other in range(size)]
+        return SimpleNamespace(buffer_ptrs=[data.data_ptr() for data in every], alive=every)
+
+    def _receive(self, channel: socket.socket) -> int:
+        # It looks first, which is where it waits.
+        room = ctypes.create_string_buffer(2)
+        if self._kernel.recv(channel.fileno(), room, 2, socket.MSG_PEEK) <= 0:
+            raise RuntimeError(f"Failed to receive fd: {os.strerror(ctypes.get_errno())}")
+        _, (file,), _, _ = socket.recv_fds(channel, 2, 1)
+        return file
+
+    def _path(self, process: int) -> str:
+        return f"{self._folder}/symm_mem-{process}"
+
+
+def _mapped(file: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+
+
+def follow_handing_over(group: Group, folder: str, faulty: int, fault: str) -> None:
+    """A follower of `rank_follow` that is handed the memory of the others as by torch."""
+    become_gpu(is_symmetric=True)
+    symmetric.TorchMemory = partial(HandedMemory, folder, faulty, fault)  # type: ignore[assignment,misc]
+    torch.cuda.synchronize = lambda: None  # type: ignore[assignment]
+    with pretend_cuda():
+        rank_follow.follow(group)

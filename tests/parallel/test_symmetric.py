@@ -309,7 +309,7 @@ def test_a_process_that_had_a_group_before_meets_others_at_zero() -> None:
     shared = HashStore()
     numbers = (0, 7)
     # As torch uses a store: from C++.
-    stores = [CountedFromZero(shared, lambda: None) for _ in numbers]
+    stores = [CountedFromZero(shared, lambda: None, 1.0) for _ in numbers]
     for turn in range(2):
         ends = [
             PrefixStore(f"CUDASymmetricMemory/{number + turn}", store)
@@ -337,17 +337,17 @@ def test_a_rank_that_is_alive_is_awaited_for_longer_than_the_store_would() -> No
             store.set("memory/late", "It came.")
 
     # As torch uses a store: from C++.
-    assert PrefixStore("memory", CountedFromZero(store, check)).get("late") == b"It came."
+    assert PrefixStore("memory", CountedFromZero(store, check, 1.0)).get("late") == b"It came."
 
 
 def test_a_meeting_ends_with_the_group() -> None:
     def check() -> None:
         raise RankError(1, "of 2 died with signal 9")
 
-    counted = CountedFromZero(HashStore(), check)
+    counted = CountedFromZero(HashStore(), check, 1.0)
     store = PrefixStore("memory", counted)
     for wait in (lambda: store.get("late"), lambda: store.wait(["late"])):
         with pytest.raises(RankError, match="Rank 1 of 2 died with signal 9"):
             wait()
     with pytest.raises(TimeoutError, match="did not come within"):
-        CountedFromZero(HashStore(), lambda: None).wait(["late"], timedelta(seconds=0.01))
+        CountedFromZero(HashStore(), lambda: None, 1.0).wait(["late"], timedelta(seconds=0.01))
