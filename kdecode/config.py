@@ -22,7 +22,8 @@ from kdecode.config_json import shown
 if TYPE_CHECKING:
     from kdecode.config_speculative import SpeculativeConfig
 
-LayerKind = Literal["kda", "mla"]
+# "gqa" only of the stack of a draft.
+LayerKind = Literal["kda", "mla", "gqa"]
 MlpKind = Literal["dense", "moe"]
 DecodeBackend = Literal["auto", "latency_specialized"]
 Isa = Literal["avx512", "avx2", "portable"]
@@ -105,6 +106,22 @@ class MlaConfig:
 
 
 @dataclass(frozen=True)
+class GqaConfig:
+    """Grouped-query attention: query heads that share a key and value head stand together.
+
+    cache row = rotated keys, then values, of all of their heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def cache_width(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class MoeConfig:
     """Mixture of experts; ``latent_width`` None means the experts work at the model width."""
 
@@ -144,6 +161,8 @@ class ModelConfig:
     bos_id: int
     eos_id: int
     pad_id: int
+    # Of the stack of a draft whose layers are "gqa".
+    gqa: GqaConfig | None = None
 
     @property
     def num_layers(self) -> int:
@@ -163,6 +182,11 @@ class ModelConfig:
 
     def is_snapshot_layer(self, layer: int) -> bool:
         return self.attn_res_block is not None and layer % self.attn_res_block == 0
+
+    @property
+    def rotated_dim(self) -> int:
+        """Channels of a head that turn by position, in a stack whose attention is rotated."""
+        return self.mla.rope_dim if self.gqa is None else self.gqa.head_dim
 
     @classmethod
     def from_checkpoint(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:

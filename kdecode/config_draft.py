@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kdecode.config import ConfigError, MlaConfig, ModelConfig, check_choice, check_int
+from kdecode.config import (
+    ConfigError,
+    GqaConfig,
+    MlaConfig,
+    ModelConfig,
+    check_choice,
+    check_int,
+)
 from kdecode.config_checkpoint import (
     IRRELEVANT,
     MAX_HEADS,
@@ -98,15 +105,6 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class GqaConfig:
-    """Grouped-query attention: query heads that share a key and value head stand together."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-@dataclass(frozen=True)
 class DraftConfig:
     """Everything the maths of one draft needs.
 
@@ -138,10 +136,7 @@ class DraftConfig:
     @property
     def cache_width(self) -> int:
         """Numbers of a layer's cache row: latent and rotated key, or all keys and values."""
-        attention = self.attention
-        if isinstance(attention, MlaConfig):
-            return attention.cache_width
-        return 2 * attention.num_kv_heads * attention.head_dim
+        return self.attention.cache_width
 
     @classmethod
     def from_checkpoint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kdecode.config import ModelConfig
+from kdecode.config import GqaConfig, ModelConfig
 from kdecode.decode.plan import Buffer
 from kdecode.kernels.common.expert_squares import num_squares
 from kdecode.kernels.common.mla_splits import max_splits
@@ -36,7 +36,7 @@ def turn_buffers(
     config: ModelConfig, rows: int, rotation_scale: float | None
 ) -> tuple[Buffer, ...]:
     """Of a CUDA plan how each row turns; nothing where none does."""
-    return () if rotation_scale is None else (_turn(rows, config.mla.rope_dim),)
+    return () if rotation_scale is None else (_turn(rows, config.rotated_dim),)
 
 
 def _turn(rows: int, rope_dim: int) -> Buffer:
@@ -82,6 +82,8 @@ def value_buffers(config: ModelConfig, rows: int | str, ranks: Ranks = ALONE) ->
         names |= _kda_buffers(config, rows)
     if "mla" in config.layer_kinds:
         names |= _mla_buffers(config, rows)
+    if config.gqa is not None:
+        names |= _gqa_buffers(config.gqa, rows)
     if "moe" in config.mlp_kinds:
         names |= _moe_buffers(config, rows)
     return tuple(Buffer(name, shape, dtype) for name, (shape, dtype) in names.items())
@@ -157,6 +159,14 @@ def _mla_buffers(config: ModelConfig, rows: int | str) -> _Names:
         "mla_proj": ((rows, query + mla.cache_width + gate), BF16),
         "mla_query": ((rows, mla.num_heads, mla.cache_width), BF16),
         "mla_latent": ((rows, mla.num_heads, mla.kv_rank), BF16),
+    }
+
+
+def _gqa_buffers(gqa: GqaConfig, rows: int | str) -> _Names:
+    heads = gqa.num_heads
+    return {
+        "gqa_proj": ((rows, heads * gqa.head_dim + gqa.cache_width), BF16),
+        "gqa_query": ((rows, heads, gqa.head_dim), BF16),
     }
 
 

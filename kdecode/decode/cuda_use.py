@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kdecode.config import ModelConfig
+from kdecode.config import LayerKind, ModelConfig
 from kdecode.decode.streams import MAIN
 from kdecode.kernels import table
 from kdecode.kernels.common.matrix import Matrix
@@ -18,11 +18,13 @@ from kdecode.kernels.common.mix_norm import STAGES, Place, mix_norm_of
 from kdecode.kernels.contract import OpContract
 from kdecode.kernels.mix_norm.op import contract_at
 from kdecode.kernels.projection.op import ProjectionWeights
-from kdecode.model.layout import PackedKda, PackedLayer, PackedMla, PackedModel
+from kdecode.model.layout import PackedGqa, PackedKda, PackedLayer, PackedMla, PackedModel
 from kdecode.model.rank_share import Exchanged
 from kdecode.model.stages import layer_stages
 
 Stages = tuple[tuple[int | None, str], ...]
+
+GQA_OPS = ("gqa_query", "gqa_attend")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ def attention(config: ModelConfig, layer: int, entry: PackedLayer) -> Iterator[U
         yield project(layer, "kda_in_proj", weights.in_proj, ("attn_in", "kda_proj"))
         yield layer_use(config, "kda_core", layer, entry, (weights.f_b, weights.g_b))
         return
+    if isinstance(weights, PackedGqa):
+        yield project(layer, "gqa_in_proj", weights.in_proj, ("attn_in", "gqa_proj"))
+        for op in GQA_OPS:
+            yield layer_use(config, op, layer, entry, ())
+        return
     assert isinstance(weights, PackedMla)
     yield project(layer, "mla_in_proj", weights.in_proj, ("attn_in", "mla_proj"))
     read = {
@@ -63,6 +70,13 @@ def attention(config: ModelConfig, layer: int, entry: PackedLayer) -> Iterator[U
     }
     for op in mla_ops(config):
         yield layer_use(config, op, layer, entry, read.get(op, ()))
+
+
+def core_ops(config: ModelConfig, kind: LayerKind) -> tuple[str, ...]:
+    """Between a layer's projection into attention and its output projection."""
+    if kind == "gqa":
+        return GQA_OPS
+    return ("kda_core",) if kind == "kda" else mla_ops(config)
 
 
 def mla_ops(config: ModelConfig) -> tuple[str, ...]:

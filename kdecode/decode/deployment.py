@@ -59,6 +59,8 @@ class Deployment:
     page_tokens: int
     max_context_tokens: int
     rotation_scale: float | None = None
+    is_causal_block: bool = False
+    window: int | None = None
     arch: str = ""
     tensors: str | None = None
     ranks: Ranks = ALONE
@@ -81,6 +83,8 @@ class Deployment:
             max_context_tokens=self.max_context_tokens,
             isa=self.isa,
             rotation_scale=self.rotation_scale,
+            is_causal_block=self.is_causal_block,
+            window=self.window,
             arch=self.arch,
             ranks=self.ranks,
             context=self.context,

@@ -121,7 +121,7 @@ def build_context(
     memory: PlanMemory | None = None,
 ) -> ContextProgram:
     """deployment: the draft's own; caches: its rows as pages; memory: as `build` has it."""
-    width, mla = deployment.config.hidden_size, deployment.config.mla
+    width = deployment.config.hidden_size
     inputs = input_buffers(rows, deployment.max_pages)
     specs = (
         *(spec for spec in inputs if spec.name in ("row_position", "row_pages")),
@@ -134,7 +134,8 @@ def build_context(
     buffers.caches = caches
     use = _Use("draft_context", weights, weights.context_proj.num_bytes)
     steps = [_prepared(use, None, deployment.problem(None, rows), buffers)]
-    size = mla.cache_width * width * BF16.itemsize
+    cached = deployment.config.gqa or deployment.config.mla
+    size = cached.cache_width * width * BF16.itemsize
     for layer, entry in enumerate(weights.layers):
         use = _Use("draft_insert", entry, size)
         steps.append(_prepared(use, layer, deployment.problem(layer, rows), buffers))

@@ -52,7 +52,7 @@ MARKOV_ROWS = 8
 
 def refuse(config: DraftConfig, target: Deployment, num_drafts: int) -> list[str]:
     """Every reason why the draft of a target's deployment has no plan; [] if it has."""
-    reasons = refuse_layout(config)
+    reasons = refuse_layout(config, is_cuda=target.is_cuda)
     if reasons:
         return reasons
     deployment = draft_deployment(config, target, num_drafts)

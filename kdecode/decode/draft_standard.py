@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kdecode.cache.caches import Caches
-from kdecode.config import EngineConfig, MlaConfig
-from kdecode.config_draft import DraftConfig, GqaConfig
+from kdecode.config import EngineConfig, GqaConfig, MlaConfig
+from kdecode.config_draft import DraftConfig
 from kdecode.kernels.common.norm import rms_norm
 from kdecode.kernels.linear.product import ProductSettings, make_linear
 from kdecode.model.draft_layout import PackedDraft, PackedDraftLayer, PackedDraftMla

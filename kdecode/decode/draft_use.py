@@ -40,6 +40,8 @@ def draft_deployment(config: DraftConfig, target: Deployment, num_drafts: int) -
         cache_dtype="bf16",
         max_context_tokens=target.max_context_tokens + num_drafts,
         rotation_scale=config.rope.score_scale,
+        is_causal_block=config.is_causal,
+        window=config.window,
         # Rank 0 has all of it.
         ranks=ALONE,
         shared=None,

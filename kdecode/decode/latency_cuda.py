@@ -26,7 +26,7 @@ from kdecode.decode.buffers import (
     turn_buffers,
     value_buffers,
 )
-from kdecode.decode.cuda_use import Use, attention, layer_use, mix, mla_ops, project
+from kdecode.decode.cuda_use import Use, attention, core_ops, layer_use, mix, project
 from kdecode.decode.deployment import Deployment
 from kdecode.decode.plan import Buffer, DecodePlan, Step, cannot_run
 from kdecode.decode.side_steps import SideSteps
@@ -166,8 +166,7 @@ def _distinct_ops(deployment: Deployment, rows_per_request: int) -> list[tuple[s
         first |= dict.fromkeys(latency_cuda_ranks.OPS)
     first |= dict.fromkeys(side_steps.ops(deployment))
     for layer, kind in enumerate(config.layer_kinds):
-        ops = ["kda_core"] if kind == "kda" else list(mla_ops(config))
-        ops.append("attn_join")
+        ops = [*core_ops(config, kind), "attn_join"]
         is_dense = config.mlp_kinds[layer] == "dense"
         ops += ["dense_up", "dense_join"] if is_dense else [*_MIXTURE, "moe_join"]
         for op in ops:

@@ -40,7 +40,7 @@ def refuse(deployment: Deployment, rows_per_request: int = 1) -> list[str]:
     """
     config, reasons = deployment.config, []
     attention_widths = {config.kda.width, config.mla.num_heads * config.mla.v_dim}
-    if len(attention_widths) > 1:
+    if len(attention_widths) > 1 and "mla" in config.layer_kinds:
         reasons.append(
             f"KDA and MLA heads must have the same total width; they have {config.kda.width} and "
             f"{config.mla.num_heads * config.mla.v_dim} channels."

@@ -20,7 +20,7 @@ from kdecode.kernels.dense_up.op import UpWeights
 from kdecode.kernels.moe_join.op import MADE_CONTRACT, SharedMade
 from kdecode.kernels.prefetch.op import PrefetchUse, most_bytes, refuse_arch, spans
 from kdecode.kernels.projection.op import ProjectionWeights
-from kdecode.model.layout import PackedKda, PackedMlp, PackedModel
+from kdecode.model.layout import PackedKda, PackedMla, PackedMlp, PackedModel
 
 # Each has a stream of its own: what is asked for ahead may be late, and nobody waits for it.
 SHARED, PREFETCH = "shared", "prefetch"
@@ -93,11 +93,12 @@ class SideSteps:
         entry = self.packed.layers[layer]
         if place == "attn":
             weights = entry.attention
+            more: tuple[Matrix | None, ...] = ()
             if isinstance(weights, PackedKda):
-                yield from self._ask(layer, weights.in_proj, weights.f_b, weights.g_b)
-            else:
+                more = (weights.f_b, weights.g_b)
+            elif isinstance(weights, PackedMla):
                 more = (weights.q_b, weights.w_uk, weights.w_uv)
-                yield from self._ask(layer, weights.in_proj, *more)
+            yield from self._ask(layer, weights.in_proj, *more)
         elif isinstance(entry.mlp, PackedMlp):
             yield from self._ask(layer, entry.mlp.gate_up, entry.mlp.down)
         else:

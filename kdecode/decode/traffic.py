@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from kdecode.config import ModelConfig
 from kdecode.kernels.common.matrix import Matrix
-from kdecode.model.layout import PackedKda, PackedMla, PackedMlp, PackedModel, PackedMoe
+from kdecode.model.layout import (
+    PackedGqa,
+    PackedKda,
+    PackedMla,
+    PackedMlp,
+    PackedModel,
+    PackedMoe,
+)
 
 
 def stage_weight_bytes(packed: PackedModel, layer: int | None, stage: str) -> int:
@@ -21,6 +28,8 @@ def stage_weight_bytes(packed: PackedModel, layer: int | None, stage: str) -> in
     entry = packed.layers[layer]
     if isinstance(entry.attention, PackedKda):
         matrices = _kda_matrices(entry.attention, stage)
+    elif isinstance(entry.attention, PackedGqa):
+        matrices = _gqa_matrices(entry.attention, stage)
     else:
         matrices = _mla_matrices(entry.attention, stage)
     if isinstance(entry.mlp, PackedMlp):
@@ -80,6 +89,10 @@ def stage_state_bytes(
         return mla.cache_width * cache_bytes
     if stage == "mla_attend":
         return context_tokens * mla.cache_width * cache_bytes
+    if config.gqa is not None and stage == "gqa_insert":
+        return config.gqa.cache_width * cache_bytes
+    if config.gqa is not None and stage == "gqa_attend":
+        return context_tokens * config.gqa.cache_width * cache_bytes
     return 0
 
 
@@ -99,7 +112,7 @@ def verify_state_bytes(
     one = stage_state_bytes(config, layer, stage, context_tokens + rows - 1, cache_bytes)
     if stage in ("kda_conv", "kda_step"):
         return one // 2
-    return one * rows if stage == "mla_insert" else one
+    return one * rows if stage in ("mla_insert", "gqa_insert") else one
 
 
 def commit_bytes(config: ModelConfig, kept: int) -> int:
@@ -126,6 +139,10 @@ def _mla_matrices(mla: PackedMla, stage: str) -> tuple[Matrix | None, ...]:
         "mla_value": (mla.w_uv,),
         "attn_out_proj": (mla.o_proj,),
     }.get(stage, ())
+
+
+def _gqa_matrices(gqa: PackedGqa, stage: str) -> tuple[Matrix | None, ...]:
+    return {"gqa_in_proj": (gqa.in_proj,), "attn_out_proj": (gqa.o_proj,)}.get(stage, ())
 
 
 def _mlp_matrices(mlp: PackedMlp) -> tuple[Matrix, ...]:

@@ -51,6 +51,8 @@ class Problem:
     rows: rows of the step, None for an implementation that takes any number (the standard path).
     layer: 0-based layer, None before and after the stack. rotation_scale: of a draft, whose
     attention is rotated: what its scores carry beside the usual scale; None for a target.
+    is_causal_block: of a draft whether a row of a block sees the rows up to itself, and not all of
+    them. window: of a draft how many tokens before its block a request sees; None for all of them.
     """
 
     config: ModelConfig
@@ -63,6 +65,8 @@ class Problem:
     max_context_tokens: int
     isa: str  # "avx512", "avx2", "portable"; "" when the native library is not used
     rotation_scale: float | None = None
+    is_causal_block: bool = False
+    window: int | None = None
     # "sm_90", ...: of a CUDA plan, whose tile sizes depend on it; "" elsewhere.
     arch: str = ""
     # Of several, ``config`` is what each of them has (`model.rank_share.share_of`).

@@ -73,6 +73,9 @@ _TRITON = (
     "draft_insert",
     "draft_choice",
     "draft_confidence",
+    # Of a draft's layers that the target has none of.
+    "gqa_query",
+    "gqa_attend",
     # Of several ranks.
     "embed_part",
     "rank_join",

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kdecode.config import Activation, MlaConfig, ModelConfig
-from kdecode.config_draft import DraftConfig, GqaConfig, RopeConfig
+from kdecode.config import Activation, GqaConfig, MlaConfig, ModelConfig
+from kdecode.config_draft import DraftConfig, RopeConfig
 from kdecode.model.draft_parameters import DraftLayerParameters, DraftParameters, GqaParameters
 from kdecode.model.parameters import MlaParameters, ModelParameters
 from kdecode.model.reference import embed, mix

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kdecode.config import MlaConfig
-from kdecode.config_draft import DraftConfig, GqaConfig
+from kdecode.config import GqaConfig, MlaConfig
+from kdecode.config_draft import DraftConfig
 from kdecode.model.roster import (
     Slots,
     TensorSpec,

@@ -69,6 +69,16 @@ class PackedMla:
 
 
 @dataclass(frozen=True)
+class PackedGqa:
+    """Of a draft's stack; packed by `model/draft_tiles.py`."""
+
+    in_proj: Matrix  # [H*K + 2*Hkv*K, M]: q, k, v
+    q_norm: Tensor  # [K] fp32, for every head
+    k_norm: Tensor  # [K] fp32
+    o_proj: Matrix  # [M, H*K]
+
+
+@dataclass(frozen=True)
 class PackedMlp:
     # [2*width, M]. "rows", "mxfp4_rows": gate rows, then up rows. Tile formats: 16 gate rows, 16 up
     # rows, alternating, so that one thread has both halves of a product; width is a multiple of 16
@@ -95,7 +105,7 @@ class PackedLayer:
     post_norm: Tensor  # [M] fp32
     attn_mix: Tensor | None  # [M] fp32, norm weight times score projection
     mlp_mix: Tensor | None
-    attention: PackedKda | PackedMla
+    attention: PackedKda | PackedMla | PackedGqa
     mlp: PackedMlp | PackedMoe
 
 

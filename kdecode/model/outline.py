@@ -23,6 +23,7 @@ from kdecode.kernels.common.matrix import (
 )
 from kdecode.model.gated_layout import Mxfp4Format
 from kdecode.model.layout import (
+    PackedGqa,
     PackedKda,
     PackedLayer,
     PackedMla,
@@ -81,14 +82,13 @@ class _Outline:
 
     def layer(self, number: int) -> PackedLayer:
         config, width = self.config, self.config.hidden_size
-        is_kda = config.layer_kinds[number] == "kda"
         is_dense = config.mlp_kinds[number] == "dense"
         return PackedLayer(
             input_norm=_vector(width),
             post_norm=_vector(width),
             attn_mix=self.mix(),
             mlp_mix=self.mix(),
-            attention=self._kda() if is_kda else self._mla(),
+            attention=self._attention(number),
             mlp=self._gated(config.dense_width, width) if is_dense else self._moe(),
         )
 
@@ -117,6 +117,23 @@ class _Outline:
     def router(self, rows: int, cols: int) -> Matrix:
         rows = self.ranks.part(rows)
         return self.matrix(rows, cols) if self.trunk_format == "rows" else self.tiles(rows, cols)
+
+    def _attention(self, number: int) -> PackedKda | PackedMla | PackedGqa:
+        kind = self.config.layer_kinds[number]
+        if kind == "gqa":
+            return self._gqa()
+        return self._kda() if kind == "kda" else self._mla()
+
+    def _gqa(self) -> PackedGqa:
+        gqa, width = self.config.gqa, self.config.hidden_size
+        assert gqa is not None
+        queries = gqa.num_heads * gqa.head_dim
+        return PackedGqa(
+            in_proj=self.matrix(queries + gqa.cache_width, width),
+            q_norm=_vector(gqa.head_dim),
+            k_norm=_vector(gqa.head_dim),
+            o_proj=self.summed(width, queries),
+        )
 
     def _kda(self) -> PackedKda:
         kda, width = self.config.kda, self.config.hidden_size

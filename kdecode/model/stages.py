@@ -1,7 +1,8 @@
 """The named pieces of the model's maths: what a decode plan has to cover, once each and in order.
 
 Owns the names and the order of the stages of a layer. Knows nothing of how a stage is computed:
-`model/reference.py` has one function for each of them.
+`model/reference.py` has one function for each of them, those of a draft apart
+(`model/draft_reference.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,18 @@ MLA = (
     "attn_residual",
 )
 
+# Of the stack of a draft only.
+GQA = (
+    "attn_mix",
+    "attn_norm",
+    "gqa_in_proj",  # one packed projection: q | k | v
+    "gqa_query",  # norm of every head, rotation
+    "gqa_insert",  # the same of the keys, cache row write
+    "gqa_attend",  # softmax over the cached keys, of the values
+    "attn_out_proj",
+    "attn_residual",
+)
+
 DENSE = ("mlp_mix", "mlp_norm", "dense_mlp", "mlp_residual")
 
 MOE = ("mlp_mix", "mlp_norm", "route", "experts", "shared_mlp", "mlp_residual")
@@ -54,7 +67,7 @@ HEAD = ("final_mix", "head_norm", "head")
 
 def layer_stages(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Stages of one layer, in order."""
-    attention = KDA if config.layer_kinds[layer] == "kda" else MLA
+    attention = {"kda": KDA, "mla": MLA, "gqa": GQA}[config.layer_kinds[layer]]
     if config.mlp_kinds[layer] == "dense":
         return attention + DENSE
     mixture: tuple[str, ...] = MOE if config.moe.latent_width is None else LATENT_MOE

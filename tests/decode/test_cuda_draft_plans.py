@@ -23,6 +23,7 @@ from kdecode.cli import main
 from kdecode.commands.common import table
 from kdecode.commands.plan_device import draft_text_of
 from kdecode.config import ModelConfig, environment
+from kdecode.decode import draft_specialized
 from kdecode.decode.launches import launch_lines, step_lines
 from kdecode.decode.plan import PlanError
 from kdecode.kernels.common.triton_compile import SHARED_LIMITS
@@ -30,19 +31,28 @@ from kdecode.model.draft_synthesis import draft_document
 
 PLANS = Path(__file__).parents[1] / "plans" / "draft"
 RESOURCES = PLANS / "resources.txt"
-# Kinds of drafts, and requests of a block; the others have no plan.
-CASES = (("inferact", 1), ("inferact", 9), ("lightseek", 1))
+# Kinds of drafts, and requests of a block.
+CASES = (
+    ("inferact", 1),
+    ("inferact", 9),
+    ("lightseek", 1),
+    ("radixark", 1),
+    ("redhat", 1),
+    ("redhat", 9),
+)
 # The quick part of what is compiled; the slow part has every architecture and more requests.
-QUICK = ("sm_103/lightseek/1",)
+QUICK = ("sm_103/lightseek/1", "sm_103/redhat/1")
 ALL = tuple(
     f"{arch}/{kind}/{requests}"
     for arch in SHARED_LIMITS
-    for kind, requests in (*CASES, ("inferact", 2))
+    for kind, requests in (*CASES, ("inferact", 2), ("radixark", 2))
 )
 # Why a kernel spills registers, by name; without a reason none may.
 SPILLS = {
     "draft_context projection": "8 bytes a thread at 64 rows on sm_100 and sm_103, where two "
-    "programs share a block; no other tile was tried."
+    "programs share a block; no other tile was tried.",
+    "gqa_attend attend_groups": "8 bytes a thread at 32 lanes and 8 splits on sm_100 and sm_103, "
+    "where the assembler takes 80 registers; at 16 splits it takes 96 and spills nothing.",
 }
 UPDATE = "pytest tests/decode/test_cuda_draft_plans.py --update-plans"
 COLUMNS = ("kernel", "tile", "arch/draft/requests", "registers", "spilled", "shared")
@@ -71,20 +81,23 @@ def test_every_file_belongs_to_a_case() -> None:
     assert {path.name for path in PLANS.iterdir()} == {*expected, RESOURCES.name}
 
 
-@pytest.mark.parametrize("kind", ["inferact", "lightseek"])
-def test_launches_of_a_round(kind: str) -> None:
-    """Of a layer 10, but for the first norm, which is embed_norm's. Behind the head one a draft,
-    and the confidence; 5 layers' committed tokens are one program of two launches each."""
+@pytest.mark.parametrize(
+    ("kind", "each"), [("inferact", 10), ("lightseek", 10), ("radixark", 8), ("redhat", 8)]
+)
+def test_launches_of_a_round(kind: str, each: int) -> None:
+    """Of a layer so many, but for the first norm, which is embed_norm's. Behind the head one a
+    draft, and the confidence; 5 layers' committed tokens are one program of two launches each."""
     found = draft_launches("sm_90", kind, 1)
     with pytest.raises(PlanError, match="has no weights and cannot run"):
         found.block.run()
     lines = Counter(line.layer for line in launch_lines(found.block))
-    assert [lines[layer] for layer in range(5)] == [9, 10, 10, 10, 10]
+    assert [lines[layer] for layer in range(5)] == [each - 1, *[each] * 4]
     behind = [line.op for line in launch_lines(found.block)][-NUM_DRAFTS - 2 :]
     assert behind == ["projection", *["draft_choice"] * NUM_DRAFTS, "draft_confidence"]
     context = [line.kernel for line in step_lines(found.context)]
     norms = ["norm_rows"] if kind == "lightseek" else []
-    assert context == [*norms, "projection", "norm_rows", *["projection", "insert_rows"] * 5]
+    insert = "insert_rows" if each == 10 else "insert_grouped_rows"
+    assert context == [*norms, "projection", "norm_rows", *["projection", insert] * 5]
 
 
 @pytest.fixture
@@ -125,14 +138,16 @@ def test_the_command_prints_the_plans_that_are_committed(
 
 
 def test_a_draft_without_plans_is_said_to_run_in_torch(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
+    capsys: pytest.CaptureFixture[str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All that are published have plans; here one has a reason not to."""
+    reason = "This draft is of another kind."
+    monkeypatch.setattr(draft_specialized, "refuse_layout", lambda config, is_cuda: [reason])
     arguments += ["--speculative-config", _speculative(arguments, "radixark")]
     assert main(arguments) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("the draft runs in torch: A draft's plan has latent attention; this")
+    assert capsys.readouterr().out.splitlines()[-1] == f"the draft runs in torch: {reason}"
     assert main([*arguments, "--json"]) == 0
-    assert "grouped-query" in json.loads(capsys.readouterr().out)["draft"]["refusals"][0]
+    assert json.loads(capsys.readouterr().out)["draft"]["refusals"] == [reason]
 
 
 def test_the_kernels_of_a_round_compile_and_do_not_spill() -> None:

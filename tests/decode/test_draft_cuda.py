@@ -94,9 +94,9 @@ class Filled:
     states: list[DraftState]
 
 
-@pytest.fixture(scope="module")
-def filled() -> Filled:
-    rounds = small_rounds(None, num_slots=2)
+@pytest.fixture(scope="module", params=["latent", "grouped"])
+def filled(request: pytest.FixtureRequest) -> Filled:
+    rounds = small_rounds(None, num_slots=2, is_grouped=request.param == "grouped")
     filled = Filled(rounds, *rounds.fill())
     rounds.check_rows(filled.pages, filled.states)
     return filled
@@ -108,7 +108,7 @@ def test_blocks_against_the_reference(filled: Filled) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["inferact", "lightseek"])
+@pytest.mark.parametrize("kind", ["inferact", "lightseek", "radixark", "redhat"])
 def test_published_layouts_against_the_reference(
     mini_checkpoint: Path, tmp_path: Path, kind: DraftKind
 ) -> None:
@@ -246,25 +246,27 @@ def _drafts() -> tuple[ModelConfig, dict[str, DraftConfig]]:
 
 def test_every_reason_why_a_draft_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafts = _drafts()
-    where = draft_target(target)
-    for kind in ("radixark", "redhat"):
-        reasons = draft_specialized.refuse(drafts[kind], where, 7)
-        assert "this draft's is grouped-query attention" in reasons[0]
-        assert any("causal" in reason for reason in reasons) == (kind == "redhat")
-    (reason,) = draft_specialized.refuse(drafts["inferact"], replace(where, arch="sm_80"), 7)
-    assert "made for sm_90 (Hopper) and later" in reason
+    where, latent, grouped = draft_target(target), drafts["inferact"], drafts["radixark"]
+    halves = replace(latent, rope=replace(latent.rope, is_interleaved=False), window=100)
+    reasons = draft_specialized.refuse(halves, where, 7)
+    assert "latent attention rotates neighbours; this draft's pairs are halves" in reasons[0]
+    assert "reads all of the context; this draft's window is 100 tokens" in reasons[1]
+    neighbours = replace(grouped, rope=replace(grouped.rope, is_interleaved=True), window=100)
+    (reason,) = draft_specialized.refuse(neighbours, where, 7)
+    assert "grouped-query attention rotates halves; this draft's pairs are neighbours" in reason
+    for config in (latent, grouped):
+        (reason,) = draft_specialized.refuse(config, replace(where, arch="sm_80"), 7)
+        assert "made for sm_90 (Hopper) and later" in reason
     with pytest.raises(BackendRefusedError, match="made for sm_90"):
-        draft_specialized.describe(drafts["inferact"], replace(where, arch="sm_80"), 7)
+        draft_specialized.describe(latent, replace(where, arch="sm_80"), 7)
     monkeypatch.setattr("kdecode.decode.latency_cuda.find_spec", lambda name: None)
-    (reason,) = draft_specialized.refuse(drafts["inferact"], where, 7)
+    (reason,) = draft_specialized.refuse(latent, where, 7)
     assert "Triton is not installed here" in reason
 
 
 def test_an_engine_on_cuda_gives_its_draft_plans() -> None:
     target, drafts = _drafts()
-    engine = _engine("latency_specialized", 7)
-    assert draft.plan_refusals(engine, drafts["inferact"], target) == []
-    assert draft.plan_refusals(engine, drafts["lightseek"], target) == []
-    assert "grouped-query" in draft.plan_refusals(engine, drafts["radixark"], target)[0]
-    reasons = draft.plan_refusals(_engine("auto", 7), drafts["inferact"], target)
-    assert reasons == ["decode_backend is auto."]
+    for config in (*drafts.values(), replace(drafts["inferact"], is_causal=True)):
+        assert draft.plan_refusals(_engine("latency_specialized", 7), config, target) == []
+        reasons = draft.plan_refusals(_engine("auto", 7), config, target)
+        assert reasons == ["decode_backend is auto."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from kdecode.model.draft_synthesis import make_draft
 
 pytestmark = pytest.mark.gpu
 
-KINDS: tuple[DraftKind, ...] = ("inferact", "lightseek")
+KINDS: tuple[DraftKind, ...] = get_args(DraftKind)
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])

@@ -12,8 +12,8 @@ import torch
 from released import kimi_k3
 
 from kdecode.cli import main
-from kdecode.config import ConfigError, MlaConfig, ModelConfig
-from kdecode.config_draft import DraftConfig, DraftKind, GqaConfig
+from kdecode.config import ConfigError, GqaConfig, MlaConfig, ModelConfig
+from kdecode.config_draft import DraftConfig, DraftKind
 from kdecode.model.draft_parameters import DraftParameters
 from kdecode.model.draft_roster import draft_roster
 from kdecode.model.draft_synthesis import draft_document, make_draft

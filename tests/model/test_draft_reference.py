@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdecode.config import MlaConfig, ModelConfig
-from kdecode.config_draft import DraftConfig, DraftKind, GqaConfig, RopeConfig
+from kdecode.config import GqaConfig, MlaConfig, ModelConfig
+from kdecode.config_draft import DraftConfig, DraftKind, RopeConfig
 from kdecode.kernels.contract import Tolerance
 from kdecode.model.draft_parameters import DraftParameters, GqaParameters
 from kdecode.model.draft_reference import (

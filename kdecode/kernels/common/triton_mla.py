@@ -12,6 +12,7 @@ import triton.language as tl
 from kdecode.kernels.common import mla_splits
 from kdecode.kernels.common.triton_launch import refuse_plan_rows
 from kdecode.kernels.common.triton_ops import round_bf16, wait_for_previous
+from kdecode.kernels.common.triton_pages import row_page
 from kdecode.kernels.contract import Problem
 
 CACHE_DTYPES = ("bf16", "fp8")
@@ -105,9 +106,7 @@ def insert_row(
     no page (-1).
     """
     wait_for_previous()
-    position = tl.load(row_position + row)
-    entry = row_pages + row * max_pages + position // PAGE_TOKENS
-    page = tl.load(entry, mask=position >= 0, other=-1)
+    page, line = row_page(row_position, row_pages, row, max_pages, PAGE_TOKENS)
     if page >= 0:
         channel = tl.arange(0, LATENT_BLOCK)
         has_channel = channel < LATENT
@@ -115,7 +114,7 @@ def insert_row(
         x = tl.load(own + channel, mask=has_channel, other=0.0).to(tl.float32)
         factor = tl.load(kv_norm + channel, mask=has_channel, other=0.0)
         normed = round_bf16(x * row_scale(tl.sum(x * x), LATENT, EPS) * factor)
-        place = page.to(tl.int64) * PAGE_TOKENS + position % PAGE_TOKENS
+        place = page.to(tl.int64) * PAGE_TOKENS + line
         to = pages + place * (LATENT + ROPE)
         _store_cached(to + channel, normed, has_channel, cache_scale, IS_FP8)
         if IS_ROTATED:

@@ -1,10 +1,11 @@
-"""draft_insert: the cache rows of committed tokens in one layer of a latent-attention draft.
+"""draft_insert: the cache rows of committed tokens in one layer of a draft.
 
-    cache row = [RMSNorm(latent; kv_norm), rotate(k_pe)]         of bf16(kv_a context), bf16
+    latent attention    [RMSNorm(latent; kv_norm), rotate(k_pe)]     of bf16(kv_a context)
+    grouped queries     [rotate(RMSNorm(k; k_norm)), v]              of bf16(k and v projections)
 
-at the token's position. The context goes through no norm of the layer's own.
+in bf16, at the token's position. The context goes through no norm of the layer's own.
 
-Phases: tiles of kv_a | rows. Covers no stage of the target.
+Phases: tiles of the projection | rows. Covers no stage of the target.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ The length of a split is the smallest power of two, from `mla_splits.ROUND_TOKEN
 `mla_splits.max_splits` cover the context: it depends on the plan and on the row's own request. The
 rows of one request (`Problem.rows_per_request`) follow each other and share the reads of a split;
 theirs is the last row's. Of a target a row sees its own position and those before it; of a draft
-(`Problem.rotation_scale`) all rows of a request see all of them, and scores carry that scale.
+(`Problem.rotation_scale`) all rows of a request see all of them unless its block is causal
+(`Problem.is_causal_block`), and scores carry that scale.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from kdecode.kernels.common.triton_launch import (
 )
 from kdecode.kernels.common.triton_mla import refuse_cache, refuse_plan, split_length
 from kdecode.kernels.common.triton_ops import dot_bf16, prefetch, wait_for_previous
+from kdecode.kernels.common.triton_pages import page_numbers
 from kdecode.kernels.contract import Buffers, Problem
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -108,7 +109,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
             "PAGE_TOKENS": problem.page_tokens,
             "SPLITS": splits,
             "IS_FP8": is_fp8,
-            "IS_BLOCK": turns is not None,
+            "IS_BLOCK": turns is not None and not problem.is_causal_block,
             "BLOCK_M": used.block_m,
             "BLOCK_T": used.block_t,
             "BLOCKS": blocks,
@@ -131,16 +132,6 @@ def _widened(stored, cache_scale, IS_FP8: tl.constexpr):
         return (stored.to(tl.float32) * cache_scale).to(tl.bfloat16)
     else:
         return stored
-
-
-@triton.jit
-def _pages(entry, first, end, place, PAGE_TOKENS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Page numbers of the tokens of a round: one where a page has them all. 0 from ``end`` on."""
-    if PAGE_TOKENS % BLOCK_T == 0:
-        return tl.load(entry + first // PAGE_TOKENS, mask=first < end, other=0)
-    else:
-        token = first + place
-        return tl.load(entry + token // PAGE_TOKENS, mask=token < end, other=0)
 
 
 @triton.jit
@@ -227,12 +218,12 @@ def attend_splits(
         acc = tl.zeros([BLOCK_M, LATENT_BLOCK], tl.float32)
         # A page's number is read a round before its rows, which do not wait for it then.
         place = tl.arange(0, BLOCK_T)
-        page = _pages(entry, start, end, place, PAGE_TOKENS, BLOCK_T)
+        page = page_numbers(entry, start, end, place, PAGE_TOKENS, BLOCK_T)
         for first in range(start, end, BLOCK_T):
             token = first + place
             is_cached = token < end
             at = (page.to(tl.int64) * PAGE_TOKENS + token % PAGE_TOKENS) * WIDTH
-            page = _pages(entry, first + BLOCK_T, end, place, PAGE_TOKENS, BLOCK_T)
+            page = page_numbers(entry, first + BLOCK_T, end, place, PAGE_TOKENS, BLOCK_T)
             cached = pages + at[:, None]
             is_latent = is_cached[:, None] & has_channel[None, :]
             stored = tl.load(cached + channel[None, :], mask=is_latent, other=0.0)

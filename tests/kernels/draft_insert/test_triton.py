@@ -20,14 +20,15 @@ INT32, FP32, BF16 = torch.int32, torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("rows", [*range(1, 9), 64])
-def test_rows_over_the_ends_of_pages(rows: int) -> None:
-    case = make_draft_case()
-    mla, width = case.config.attention, case.config.hidden_size
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_rows_over_the_ends_of_pages(rows: int, is_grouped: bool) -> None:
+    case = make_draft_case(is_grouped=is_grouped)
+    turned, width = case.deployment.config.rotated_dim, case.config.hidden_size
     max_pages = case.deployment.max_pages
     buffers = case.buffers(
         Buffer("row_position", (rows,), INT32, "input"),
         Buffer("row_pages", (rows, max_pages), INT32, "input"),
-        Buffer("row_rotation", (rows, mla.rope_dim), FP32, "input"),
+        Buffer("row_rotation", (rows, turned), FP32, "input"),
         Buffer("context", (rows, width), BF16),
     )
     context, positions = randn(rows, width, seed=rows), torch.arange(rows) + 3
@@ -69,3 +70,11 @@ def test_a_draft_without_a_query_of_low_rank_is_refused() -> None:
     assert len(reasons) == 2
     assert "a head has 7 that are" in reasons[0]
     assert "has a low rank" in reasons[1]
+
+
+def test_grouped_queries_are_refused_what_their_kernels_do_not_have() -> None:
+    case = make_draft_case(is_grouped=True)
+    problem = case.deployment.problem(0, 3)
+    assert triton_impl.refuse(problem) == []
+    (reason,) = triton_impl.refuse(replace(problem, cache_dtype="fp8"))
+    assert "cached in bf16; fp8 was asked for" in reason

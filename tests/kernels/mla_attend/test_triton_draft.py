@@ -1,4 +1,4 @@
-"""The Triton steps of latent attention in a draft: rotated, and rows of a block see each other."""
+"""The Triton steps of latent attention in a draft: rotated, and blocks that are causal or not."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ OPS = ("mla_query_up", "mla_query", "mla_attend", "mla_value")
 class Block:
     """Blocks of ``each`` rows over contexts, in pages out of order; what is not theirs is NaN."""
 
-    def __init__(self, contexts: list[int], each: int, cache_dtype: str) -> None:
-        self.case = make_draft_case()
+    def __init__(
+        self, contexts: list[int], each: int, cache_dtype: str, *, is_causal: bool = False
+    ) -> None:
+        self.case = make_draft_case(is_causal=is_causal)
         self.each, self.scale = each, FP8_SCALE if cache_dtype == "fp8" else 1.0
         self.cache_dtype = cache_dtype
         self.starts = contexts
@@ -97,6 +99,9 @@ class Block:
             every = torch.cat([stored, ref.store_rows(rows[own], self.cache_dtype, self.scale)])
             wide = ref.load_rows(every, ROUNDED, self.scale).float()
             scores = query[own].float() @ wide.T * (mla.qk_dim**-0.5 * rope.score_scale)
+            if config.is_causal:
+                later = torch.ones(self.each, len(wide), dtype=torch.bool).triu(len(stored) + 1)
+                scores = scores.masked_fill(later[:, None], float("-inf"))
             latents.append((scores.softmax(-1) @ wide[:, : mla.kv_rank]).bfloat16())
         out = ref.mla_value(p, mla, torch.cat(latents), self.proj, ROUNDED)
         return query, rows, out
@@ -111,20 +116,24 @@ class Block:
 
 
 @pytest.mark.parametrize(
-    ("contexts", "each", "cache_dtype"),
+    ("contexts", "each", "cache_dtype", "is_causal"),
     [
-        ([9], 1, "bf16"),
-        ([130], 2, "bf16"),
-        ([0], 7, "bf16"),
-        ([62, 1], 4, "bf16"),
-        ([61, 130, 7], 7, "bf16"),
-        ([3, 64], 3, "fp8"),
+        ([9], 1, "bf16", False),
+        ([130], 2, "bf16", False),
+        ([0], 7, "bf16", False),
+        ([62, 1], 4, "bf16", False),
+        ([61, 130, 7], 7, "bf16", False),
+        ([3, 64], 3, "fp8", False),
+        ([61, 130, 7], 7, "bf16", True),
+        ([3, 64], 3, "fp8", True),
     ],
 )
-def test_blocks_against_the_reference(contexts: list[int], each: int, cache_dtype: str) -> None:
-    """Over the ends of pages, rounds and splits; every row sees the block's last."""
+def test_blocks_against_the_reference(
+    contexts: list[int], each: int, cache_dtype: str, is_causal: bool
+) -> None:
+    """Over the ends of pages, rounds and splits; of its block a row sees all, or what is before."""
     assert max(contexts) + each <= MAX_CONTEXT
-    block = Block(contexts, each, cache_dtype)
+    block = Block(contexts, each, cache_dtype, is_causal=is_causal)
     block.run()
     query, rows, out = block.expected()
     assert_close(block.buffers["mla_query"].cpu(), query.float(), CONTRACT.tolerance, "mla_query")
