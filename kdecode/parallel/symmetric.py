@@ -32,6 +32,7 @@ from kdecode.kernels.common.peer_table import (
 )
 from kdecode.kernels.contract import PartBlock
 from kdecode.parallel.collectives import GroupExchange, Watch, awaited, wait_for_gpu, watched
+from kdecode.parallel.monitor import PATIENCE
 from kdecode.parallel.ranks import RankError, Ranks
 from kdecode.parallel.symmetric_memory import (
 from kdecode.parallel.monitor import PATIENCE
@@ -54,6 +55,8 @@ _ROOM_BYTES = 32 << 20
 _BACKEND = "CUDA"
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h.
 _NATIVE_ATOMICS = 3
+# How much of the time that a rank may be silent it may wait for another one's memory.
+_OF_SILENCE = 0.5
 
 
 # How much of the time that a rank may be silent it may wait for another one's memory.
