@@ -35,7 +35,6 @@ from kdecode.parallel.collectives import GroupExchange, Watch, awaited, wait_for
 from kdecode.parallel.monitor import PATIENCE
 from kdecode.parallel.ranks import RankError, Ranks
 from kdecode.parallel.symmetric_memory import (
-from kdecode.parallel.monitor import PATIENCE
     Meeting,
     Memory,
     NotSharedError,
@@ -59,8 +58,6 @@ _NATIVE_ATOMICS = 3
 _OF_SILENCE = 0.5
 
 
-# How much of the time that a rank may be silent it may wait for another one's memory.
-_OF_SILENCE = 0.5
 def refuse(devices: Sequence[int], *, is_one_host: bool) -> list[str]:
     """Every reason why the ranks cannot read each other's memory. devices: the GPUs of this host's
     ranks."""
