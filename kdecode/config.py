@@ -37,6 +37,7 @@ CompileForm = Literal["default", "freezing"]
 GpuExchange = Literal["auto", "nccl", "symmetric"]
 SharedExperts = Literal["inside", "stream"]
 WeightPrefetch = Literal["off", "l2"]
+ExpertProducts = Literal["exact", "scaled"]
 
 # Input columns that share one scale of an MXFP4 weight.
 MXFP4_GROUP = 32
@@ -210,10 +211,12 @@ class EngineConfig:
     in; integers are other weights than the checkpoint's. gpu_kernels: "cute" for CuTe DSL in the
     steps of latency_specialized on CUDA that it has kernels for, in place of Triton's. Of its plans
     for one GPU also shared_experts: "stream" for launches of their own beside the others, and
-    weight_prefetch: "l2" for weights that are asked for ahead. cache_scale: scale of an fp8 latent
-    cache (stored = x / scale) for checkpoints without one. max_step_tokens: tokens of a step, i.e.
-    the largest chunk of a prompt. cache_budget_bytes: memory of pages and slots, None for what
-    max_requests requests of max_context_tokens need. speculative: the draft model, if there is one.
+    weight_prefetch: "l2" for weights that are asked for ahead; of those for any number of GPUs
+    expert_products: "scaled" for MXFP4 experts by the products with scales that tensor cores of
+    Blackwell have. cache_scale: scale of an fp8 latent cache (stored = x / scale) for checkpoints
+    without one. max_step_tokens: tokens of a step, i.e. the largest chunk of a prompt.
+    cache_budget_bytes: memory of pages and slots, None for what max_requests requests of
+    max_context_tokens need. speculative: the draft model, if there is one.
 
     enable_prefix_caching: prefixes of prompts that are in the caches are not computed again.
     state_interval_tokens: where they can end, on its multiples; prompts are cut there with and
@@ -238,6 +241,7 @@ class EngineConfig:
     gpu_kernels: GpuKernels = "triton"
     shared_experts: SharedExperts = "inside"
     weight_prefetch: WeightPrefetch = "off"
+    expert_products: ExpertProducts = "exact"
     cache_dtype: CacheDtype = "bf16"
     cache_scale: float | None = None
     page_tokens: int = 64
@@ -266,6 +270,7 @@ class EngineConfig:
         check_choice("gpu_kernels", self.gpu_kernels, get_args(GpuKernels))
         check_choice("shared_experts", self.shared_experts, get_args(SharedExperts))
         check_choice("weight_prefetch", self.weight_prefetch, get_args(WeightPrefetch))
+        check_choice("expert_products", self.expert_products, get_args(ExpertProducts))
         if self.trunk_format != "bf16" and self.decode_backend != "latency_specialized":
             raise ConfigError(
                 f"trunk_format is {self.trunk_format!r} and decode_backend "
@@ -305,17 +310,21 @@ class EngineConfig:
                 f"gpu_kernels is {self.gpu_kernels!r} and device {self.device!r}; they are kernels "
                 "for a GPU: set gpu_kernels to 'triton', or device to 'cuda'."
             )
-        for name, plain in (("shared_experts", "inside"), ("weight_prefetch", "off")):
+        for name, plain, lacking, kind in (
+            ("shared_experts", "inside", "streams", "steps"),
+            ("weight_prefetch", "off", "streams", "steps"),
+            ("expert_products", "exact", "scaled products", "products"),
+        ):
             value = getattr(self, name)
             if value != plain and self.device == "cpu":
                 raise ConfigError(
-                    f"{name} is {value!r} and device {self.device!r}; only a GPU has streams: set "
-                    f"{name} to {plain!r}, or device to 'cuda'."
+                    f"{name} is {value!r} and device {self.device!r}; only a GPU has {lacking}: "
+                    f"set {name} to {plain!r}, or device to 'cuda'."
                 )
             if value != plain and self.decode_backend == "auto":
                 raise ConfigError(
                     f"{name} is {value!r} and decode_backend {self.decode_backend!r}; only plans "
-                    f"of latency_specialized have such steps: set {name} to {plain!r}, or "
+                    f"of latency_specialized have such {kind}: set {name} to {plain!r}, or "
                     "decode_backend to 'latency_specialized'."
                 )
 

@@ -35,7 +35,7 @@ _GGML_CLASSES = {
 }
 TRUNK = "projections, dense and shared MLP"
 # Of our settings, what an arm on a GPU names in the place of threads and instructions.
-_OF_A_GPU = ("gpu_kernels", "shared_experts", "weight_prefetch")
+_OF_A_GPU = ("gpu_kernels", "shared_experts", "weight_prefetch", "expert_products")
 # What the products of a trunk in whole numbers take x as.
 _INTEGER_INPUTS = {"int8": "whole numbers of 16 bits", "int4": "bf16"}
 

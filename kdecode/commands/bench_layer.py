@@ -38,7 +38,11 @@ HELP = "every step of the plan: time, bytes, share of the floor"
 SHAPES = ("kimi-k3", "kimi-linear-48b")
 DEFAULT_LAYERS = 4
 # What plans of latency_specialized can be told on a GPU and auto cannot, with what it is without.
-_OF_SPECIALIZED = {"shared_experts": "inside", "weight_prefetch": "off"}
+_OF_SPECIALIZED = {
+    "shared_experts": "inside",
+    "weight_prefetch": "off",
+    "expert_products": "exact",
+}
 _UNTIMED_DRAFT = "drafts are timed on a CPU only"
 # What a shape leaves out, in every text and document that has its figures.
 SHAPE_NOTE = "random weights"

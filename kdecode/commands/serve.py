@@ -273,6 +273,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         gpu_kernels=args.gpu_kernels,
         shared_experts=args.shared_experts,
         weight_prefetch=args.weight_prefetch,
+        expert_products=args.expert_products,
         cache_dtype=CACHE_DTYPES[args.kv_cache_dtype],  # type: ignore[arg-type]
         cache_scale=args.cache_scale,
         page_tokens=args.block_size,

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kdecode.config import GpuExchange, GpuKernels, ModelConfig, SharedExperts, WeightPrefetch
+from kdecode.config import (
+    ExpertProducts,
+    GpuExchange,
+    GpuKernels,
+    ModelConfig,
+    SharedExperts,
+    WeightPrefetch,
+)
 from kdecode.kernels.common.native import Pool
 from kdecode.kernels.contract import Problem
 from kdecode.parallel.context import WHOLE, ContextShare
@@ -48,7 +55,7 @@ class Deployment:
     how those of a plan that only is described would do it between GPUs. context:
     of which positions the cache rows are here, as the caches have it. gpu_kernels: whose kernels a
     CUDA plan has, where there are several. shared_experts, weight_prefetch: what it has beside its
-    own stream (`side_steps`).
+    own stream (`side_steps`). expert_products: how experts in MXFP4 are multiplied there.
     """
 
     config: ModelConfig
@@ -70,6 +77,7 @@ class Deployment:
     gpu_kernels: GpuKernels = "triton"
     shared_experts: SharedExperts = "inside"
     weight_prefetch: WeightPrefetch = "off"
+    expert_products: ExpertProducts = "exact"
 
     def problem(self, layer: int | None, rows: int, rows_per_request: int = 1) -> Problem:
         return Problem(
@@ -88,6 +96,7 @@ class Deployment:
             arch=self.arch,
             ranks=self.ranks,
             context=self.context,
+            expert_products=self.expert_products,
         )
 
     @property

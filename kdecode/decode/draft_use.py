@@ -50,6 +50,7 @@ def draft_deployment(config: DraftConfig, target: Deployment, num_drafts: int) -
         gpu_kernels="triton",
         shared_experts="inside",
         weight_prefetch="off",
+        expert_products="exact",
     )
 
 

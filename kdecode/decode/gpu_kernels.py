@@ -1,8 +1,9 @@
-"""Which implementation each step of a CUDA plan has: Triton's, or CuTe DSL's where asked for.
+"""Which kernels the steps of a CUDA plan have, where there are several for one contract.
 
-Owns the choice, made once for a plan, and its words. A deployment that no kernel in CuTe DSL could
-serve is refused; an op that has none for its step is Triton's, and the plan says why. Nothing of
-CuTe DSL is imported unless it was asked for.
+Triton's or CuTe DSL's (`EngineConfig.gpu_kernels`), and of MXFP4 experts exact or scaled products
+(`EngineConfig.expert_products`). Owns the choice, made once for a plan, and its words. A deployment
+that could have nothing of what was asked for is refused; a step that has no kernel of that form has
+the other, and the plan says why. Nothing of CuTe DSL is imported unless it was asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib import metadata
 from kdecode.decode.deployment import Deployment
 from kdecode.kernels import table
 from kdecode.kernels.common.cute_tiles import ARCHS
+from kdecode.kernels.common.expert_products import products_note, refuse_products
 from kdecode.kernels.contract import Problem
 
 _DISTRIBUTION = "nvidia-cutlass-dsl"
@@ -23,7 +25,7 @@ _ADVICE = "set gpu_kernels to 'triton'"
 @dataclass(frozen=True)
 class Choice:
     """implementations: of each step, by its name in the table. notes: which ops are Triton's
-    although CuTe DSL was asked for and has them, and why, each once."""
+    although CuTe DSL was asked for and has them, and why, each once; and which products scaled."""
 
     implementations: tuple[str, ...]
     notes: tuple[str, ...]
@@ -31,9 +33,11 @@ class Choice:
 
 def refuse(deployment: Deployment) -> list[str]:
     """Every reason why the kernels that were asked for are of no use here."""
-    if deployment.gpu_kernels != "cute":
-        return []
     reasons = []
+    if deployment.expert_products == "scaled":
+        reasons += refuse_products(deployment.config, deployment.arch)
+    if deployment.gpu_kernels != "cute":
+        return reasons
     if not _is_installed():
         reasons.append(
             f"gpu_kernels is 'cute' and {_DISTRIBUTION} is not installed here; install the extra "
@@ -57,6 +61,8 @@ def choose(deployment: Deployment, ops: Sequence[str], problems: Sequence[Proble
         plain = "triton" if (op, "triton") in table.TABLE else "device"
         chosen.append("cute" if is_asked and not reasons else plain)
         notes |= dict.fromkeys(f"{op} is Triton's: {reason}" for reason in reasons)
+    if deployment.expert_products == "scaled":
+        notes |= dict.fromkeys([products_note(problems[0].rows)])
     return Choice(tuple(chosen), tuple(notes))
 
 

@@ -380,6 +380,7 @@ def deployment_of(
         gpu_kernels=engine.gpu_kernels,
         shared_experts=engine.shared_experts,
         weight_prefetch=engine.weight_prefetch,
+        expert_products=engine.expert_products,
     )
 
 

@@ -28,7 +28,13 @@ _PACKING_NOTE = (
     "bf16 weights are counted at 16 bits; how far they pack without loss depends on their values"
 )
 # Settings that `EngineConfig` takes with a GPU only.
-_OF_A_GPU = ("gpu_kernels", "gpu_exchange", "shared_experts", "weight_prefetch")
+_OF_A_GPU = (
+    "gpu_kernels",
+    "gpu_exchange",
+    "shared_experts",
+    "weight_prefetch",
+    "expert_products",
+)
 _CHANGED_NOTE = "the trunk is in {}: its weights differ from the checkpoint's"
 
 
@@ -110,6 +116,7 @@ def gpu_outline(
         gpu_kernels=engine.gpu_kernels,
         shared_experts=engine.shared_experts,
         weight_prefetch=engine.weight_prefetch,
+        expert_products=engine.expert_products,
     )
 
 

@@ -330,6 +330,7 @@ class LLM:
             "gpu_kernels": engine.gpu_kernels,
             "shared_experts": engine.shared_experts,
             "weight_prefetch": engine.weight_prefetch,
+            "expert_products": engine.expert_products,
             "weights_differ_from_checkpoint": engine.changes_weights,
             "threads": engine.resolved_threads(),
             "tensor_parallel_size": engine.tensor_parallel_size,

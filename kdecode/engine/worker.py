@@ -163,6 +163,7 @@ class Worker:
             "trunk_format": self.engine.trunk_format,
             "gpu_kernels": self.engine.gpu_kernels,
             "shared_experts": self.engine.shared_experts,
+            "expert_products": self.engine.expert_products,
             # Sums of parts are rounded otherwise than whole ones.
             "tensor_parallel_size": self.engine.tensor_parallel_size,
             # Its rows are on the target's pages.

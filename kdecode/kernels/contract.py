@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kdecode.config import ModelConfig
+from kdecode.config import ExpertProducts, ModelConfig
 from kdecode.parallel.context import WHOLE, ContextShare
 from kdecode.parallel.ranks import ALONE, Ranks
 
@@ -73,6 +73,8 @@ class Problem:
     ranks: Ranks = ALONE
     # The positions whose cache rows are here; ``page_tokens`` are all that a page covers.
     context: ContextShare = WHOLE
+    # Of a CUDA plan: how experts in MXFP4 are multiplied.
+    expert_products: ExpertProducts = "exact"
 
 
 class Exchange(Protocol):

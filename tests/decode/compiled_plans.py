@@ -3,7 +3,8 @@
 In pytest's process Triton may be the interpreter, which has no compiler. Arguments: the folder of
 kept results, then cases as ``ARCH/SIZE/ROWS/ROWS-OF-A-REQUEST``, with ``/ranks`` behind it for the
 plan of one of so many ranks, ``/ranks/nccl`` where they exchange values through NCCL, ``/sides``
-for one with launches beside its stream. Prints one JSON document.
+for one with launches beside its stream, ``/scaled`` for one with scaled products of experts. Prints
+one JSON document.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import triton
 from released import kimi_k3
 
-from kdecode.config import EngineConfig, GpuExchange, GpuKernels, ModelConfig
+from kdecode.config import EngineConfig, ExpertProducts, GpuExchange, GpuKernels, ModelConfig
 from kdecode.decode.latency_cuda import launches
 from kdecode.decode.launches import LaunchLine, launch_lines, tile_text
 from kdecode.decode.plan import DecodePlan
@@ -39,6 +40,7 @@ def share_plan(
     exchanges: bool = False,
     sides: bool = False,
     gpu_exchange: GpuExchange = "auto",
+    expert_products: ExpertProducts = "exact",
 ) -> DecodePlan:
     """The plan of one rank's share of the whole model; exchanges: with those of the ranks, by
     gpu_exchange; sides: with all that can run beside a plan's stream."""
@@ -52,6 +54,7 @@ def share_plan(
         gpu_exchange=gpu_exchange,
         shared_experts="stream" if sides else "inside",
         weight_prefetch="l2" if sides else "off",
+        expert_products=expert_products,
     )
     config = share_of(ModelConfig.from_checkpoint(kimi_k3()), size)
     return describe_launches(config, engine, arch, rows, each, ranks)
@@ -59,7 +62,7 @@ def share_plan(
 
 def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     """A line a case and kernel with one tile: the most that any of its launches takes."""
-    plans = {case: _plan_of(case) for case in cases}
+    plans = {case: plan_of(case) for case in cases}
     jobs = {
         case: [compile_job(launch, case.split("/")[0]) for launch in launches(plan)]
         for case, plan in plans.items()
@@ -78,7 +81,7 @@ def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _plan_of(case: str) -> DecodePlan:
+def plan_of(case: str) -> DecodePlan:
     arch, size, rows, each, *form = case.split("/")
     sizes = int(size), int(rows), int(each)
     return share_plan(
@@ -87,6 +90,7 @@ def _plan_of(case: str) -> DecodePlan:
         exchanges="ranks" in form,
         sides="sides" in form,
         gpu_exchange="nccl" if "nccl" in form else "auto",
+        expert_products="scaled" if "scaled" in form else "exact",
     )
 
 

@@ -19,7 +19,7 @@ from triton_cases import (
 )
 
 from kdecode.cache.caches import Caches
-from kdecode.config import ModelConfig
+from kdecode.config import ExpertProducts, ModelConfig
 from kdecode.kernels import table
 from kdecode.kernels.common.expert_squares import square_columns
 from kdecode.kernels.common.tile_table import forced, recording
@@ -54,17 +54,23 @@ def small_linear(**moe: Any) -> ModelConfig:
 class Mixture:
     """Ops of one layer's mixture, prepared once for ``rows`` rows on poisoned buffers."""
 
-    def __init__(self, case: Case, ops: Sequence[str], rows: int) -> None:
+    def __init__(
+        self, case: Case, ops: Sequence[str], rows: int, products: ExpertProducts = "exact"
+    ) -> None:
         self.case, self.rows = case, rows
         caches = Caches.allocate(case.config, DEVICE, 1, 1, 8)
         self.buffers: Buffers = make_buffers(case.config, rows, 1, caches)
-        problem = case.problem(LAYER, rows)
+        problem = replace(case.problem(LAYER, rows), expert_products=products)
         layer = case.packed.layers[LAYER]
         modules = [table.implementation(op, "triton") for op in ops]
         assert [module.refuse(problem) for module in modules] == [[]] * len(ops)
         self._steps = wide_tiles(
             lambda: [module.prepare(problem, layer, self.buffers) for module in modules]
         )
+
+    @property
+    def launches(self) -> list[Any]:
+        return [launch for step in self._steps for launch in step.launches]
 
     def run(self, **inputs: Tensor) -> dict[str, Tensor]:
         """Copies of all buffers, on the host."""

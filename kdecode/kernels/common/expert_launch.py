@@ -23,6 +23,8 @@ from kdecode.kernels.contract import Buffers
 BF16 = torch.bfloat16
 # Pairs of one expert that a program multiplies at a time in a plan's steps of more rows.
 TILE_ROWS = 16
+# Rows of a matrix that the instruction of scaled products takes at a time, and no fewer.
+SCALED_COLUMNS = 128
 # Numbers of a pair's tile that a warp holds: 128 bytes of them a thread.
 _CODED_WARP, _BF16_WARP = 1 << 13, 1 << 11
 _MOST_WARPS = 8
@@ -46,17 +48,22 @@ def stack_of(mixture: Any, buffers: Buffers) -> ExpertStack:
     return made
 
 
-def up_arguments(config: ModelConfig, stack: ExpertStack) -> dict[str, Any]:
-    """``data`` and ``scales`` of gate and up."""
+def up_arguments(
+    config: ModelConfig, stack: ExpertStack, *, as_bytes: bool = False
+) -> dict[str, Any]:
+    """``data`` and ``scales`` of gate and up. as_bytes: codes two in a byte, not 8 in a word."""
     side, width = expert_side(config), config.moe.expert_width
     shape = (config.moe.num_experts, 2 * width, side)
-    return _matrices(stack.gate_up, stack.gate_up_scales, shape, "the experts' gate and up")
+    name = "the experts' gate and up"
+    return _matrices(stack.gate_up, stack.gate_up_scales, shape, name, as_bytes)
 
 
-def down_arguments(config: ModelConfig, stack: ExpertStack) -> dict[str, Any]:
-    """``data`` and ``scales`` of down."""
+def down_arguments(
+    config: ModelConfig, stack: ExpertStack, *, as_bytes: bool = False
+) -> dict[str, Any]:
+    """The same of down."""
     shape = (config.moe.num_experts, expert_side(config), config.moe.expert_width)
-    return _matrices(stack.down, stack.down_scales, shape, "the experts' down")
+    return _matrices(stack.down, stack.down_scales, shape, "the experts' down", as_bytes)
 
 
 def expert_side(config: ModelConfig) -> int:
@@ -102,9 +109,26 @@ def pair_tile(
 
 
 def grouped_tile(
-    kernel: str, arch: str, inner: int, columns: int, is_coded: bool, rows: int
+    kernel: str,
+    arch: str,
+    inner: int,
+    columns: int,
+    is_coded: bool,
+    rows: int,
+    *,
+    is_scaled: bool = False,
 ) -> ExpertTile:
-    """Of kernels of tiles of pairs. rows: of a tile."""
+    """Of kernels of tiles of pairs. rows: of a tile. is_scaled: its products."""
+    if is_scaled:
+        # At least two rounds: of a single one Triton 3.7.1 fails to compile the product.
+        block_k = 128
+        while block_k > MXFP4_GROUP and inner <= block_k:
+            block_k //= 2
+        # A loop of few rounds has no use for more copies ahead.
+        stages = 4 if inner > 3 * block_k else 3
+        default = ExpertTile(SCALED_COLUMNS, block_k, warps=4, stages=stages)
+        shape = f"scaled, rows {rows}, {_shape(inner, columns, is_coded)}"
+        return choose(kernel, arch, shape, default)
     block_k = 128
     while block_k > MXFP4_GROUP and inner % block_k:
         block_k //= 2
@@ -124,7 +148,7 @@ def grouped_places(config: ModelConfig, rows: int) -> tuple[int, bool]:
 
 
 def _matrices(
-    data: Tensor, scales: Tensor | None, shape: Sequence[int], name: str
+    data: Tensor, scales: Tensor | None, shape: Sequence[int], name: str, as_bytes: bool
 ) -> dict[str, Any]:
     experts, rows, cols = shape
     if scales is None:
@@ -133,7 +157,7 @@ def _matrices(
     codes = tensor_for(data, torch.uint8, (experts, rows, cols // 2), name=name)
     groups = (experts, rows, cols // MXFP4_GROUP)
     return {
-        "data": codes.view(torch.int32),
+        "data": codes if as_bytes else codes.view(torch.int32),
         "scales": tensor_for(scales, torch.uint8, groups, name=f"the scales of {name}"),
     }
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kdecode.config import ModelConfig
+from kdecode.config import ExpertProducts, ModelConfig
 from kdecode.kernels.common.expert_launch import (
     BF16,
     TILE_ROWS,
@@ -27,6 +27,7 @@ from kdecode.kernels.common.expert_launch import (
     pair_tile,
     paired,
 )
+from kdecode.kernels.common.expert_products import is_scaled
 from kdecode.kernels.common.expert_squares import PAIR_ROWS, num_squares, square_columns
 from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.triton_experts import (
@@ -39,6 +40,7 @@ from kdecode.kernels.common.triton_experts import (
 from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
 from kdecode.kernels.common.triton_ops import is_last_arrival, wait_for_previous
 from kdecode.kernels.common.triton_peers import Signal, signal_if_last
+from kdecode.kernels.common.triton_scaled import scaled_products
 from kdecode.kernels.common.triton_shared_down import SharedDown, shared_down, shared_lines
 
 # Slots whose weights a program of a row loads at a time, and rows that are summed up at a time.
@@ -88,6 +90,7 @@ def down_launch(
     squares: Tensor | None = None,
     shared: SharedDown | None = None,
     signal: Signal | None = None,
+    products: ExpertProducts = "exact",
 ) -> Launch:
     """product [R, N, F] bf16 -> out [R, side], of one of several ranks its part in fp32, of which
     nothing is rounded. gathering: None unless `is_grouped`; its outputs are of that dtype. squares:
@@ -96,12 +99,13 @@ def down_launch(
     """
     moe, side, width = config.moe, expert_side(config), config.moe.expert_width
     is_coded, rows = stack.down_scales is not None, product.shape[0]
+    scaled = is_scaled(products, is_coded, rows)
     slots = (rows, moe.top_k)
     product = tensor_for(product, BF16, (*slots, width), name="expert_product")
     arguments: dict[str, Any] = {
         "ids": tensor_for(choice.ids, torch.int32, slots, name="route_ids"),
         "weights": tensor_for(choice.weights, torch.float32, slots, name="route_weights"),
-        **down_arguments(config, stack),
+        **down_arguments(config, stack, as_bytes=scaled),
         "out": tensor_for(out, out.dtype, (rows, side), name="expert_sum"),
         "squares": out if squares is None else squares,
     }
@@ -120,7 +124,8 @@ def down_launch(
         arguments["x"] = paired(product, is_coded)
         constants |= {"BLOCK_SLOTS": together}
     else:
-        tile = grouped_tile("expert_down", arch, width, side, is_coded, TILE_ROWS)
+        sizes = (width, side, is_coded, TILE_ROWS)
+        tile = grouped_tile("expert_down", arch, *sizes, is_scaled=scaled)
         kernel = expert_down_grouped
         places, by_pair = grouped_places(config, rows)
         arguments |= {
@@ -135,6 +140,7 @@ def down_launch(
             "BLOCK_R": TILE_ROWS,
             "BLOCK_SUM": min(_SUM_ROWS, triton.next_power_of_2(rows)),
             "BY_PAIR": by_pair,
+            "IS_SCALED": scaled,
         }
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     constants["SQUARE_COLUMNS"] = _square_columns(config, rows, squares, tile.block_n)
@@ -287,6 +293,7 @@ def expert_down_grouped(
     BLOCK_R: tl.constexpr,
     BLOCK_SUM: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SQUARE_COLUMNS: tl.constexpr,
@@ -330,9 +337,12 @@ def expert_down_grouped(
             pair, last = pairs_of_tile(match, last, count - start, BLOCK_P, BLOCK_R)
             has_row = start + tl.arange(0, BLOCK_R) < count
             at = pair.to(tl.int64) * INNER
-            sums = many_products(
-                x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K, IS_CODED
-            )
+            if IS_SCALED:
+                sums = scaled_products(x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K)
+            else:
+                sums = many_products(
+                    x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K, IS_CODED
+                )
             inside = has_row[None, :] & (n < SIDE)[:, None]
             place_out = outputs + pair.to(tl.int64)[None, :] * SIDE + n[:, None]
             tl.store(place_out, sums.to(outputs.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kdecode.config import ModelConfig
+from kdecode.config import ExpertProducts, ModelConfig
 from kdecode.kernels.common.expert_launch import (
     BF16,
     TILE_ROWS,
@@ -23,6 +23,7 @@ from kdecode.kernels.common.expert_launch import (
     paired,
     up_arguments,
 )
+from kdecode.kernels.common.expert_products import is_scaled
 from kdecode.kernels.common.expert_squares import PAIR_ROWS
 from kdecode.kernels.common.expert_stack import ExpertStack
 from kdecode.kernels.common.triton_experts import (
@@ -33,19 +34,27 @@ from kdecode.kernels.common.triton_experts import (
 )
 from kdecode.kernels.common.triton_launch import Launch, divide_up, tensor_for
 from kdecode.kernels.common.triton_ops import gated, round_bf16, to_bf16, wait_for_previous
+from kdecode.kernels.common.triton_scaled import scaled_products
 
 
 def up_launch(
-    config: ModelConfig, arch: str, stack: ExpertStack, source: Tensor, ids: Tensor, out: Tensor
+    config: ModelConfig,
+    arch: str,
+    stack: ExpertStack,
+    source: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    products: ExpertProducts = "exact",
 ) -> Launch:
     """source [R, side] bf16 and ids [R, N] int32 -> out [R, N, F] bf16."""
     moe, side, rows = config.moe, expert_side(config), source.shape[0]
     is_coded = stack.down_scales is not None
+    scaled = is_scaled(products, is_coded, rows)
     source = tensor_for(source, BF16, (rows, side), name="the experts' input")
     out_shape = (rows, moe.top_k, moe.expert_width)
     arguments: dict[str, Any] = {
         "ids": tensor_for(ids, torch.int32, (rows, moe.top_k), name="route_ids"),
-        **up_arguments(config, stack),
+        **up_arguments(config, stack, as_bytes=scaled),
         "out": tensor_for(out, BF16, out_shape, name="expert_product"),
         "beta": config.activation.beta or 0.0,
         "bound": config.activation.linear_beta or 0.0,
@@ -64,7 +73,8 @@ def up_launch(
         kernel, places = expert_up_pairs, pairs
         arguments["x"] = paired(source, is_coded)
     else:
-        tile = grouped_tile("expert_up", arch, side, columns, is_coded, TILE_ROWS)
+        sizes = (side, columns, is_coded, TILE_ROWS)
+        tile = grouped_tile("expert_up", arch, *sizes, is_scaled=scaled)
         kernel = expert_up_grouped
         places, by_pair = grouped_places(config, rows)
         arguments |= {"x": source, "pairs": pairs}
@@ -72,6 +82,7 @@ def up_launch(
             "BLOCK_P": triton.next_power_of_2(pairs),
             "BLOCK_R": TILE_ROWS,
             "BY_PAIR": by_pair,
+            "IS_SCALED": scaled,
         }
     constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     grid = (divide_up(columns, tile.block_n), places)
@@ -139,6 +150,7 @@ def expert_up_grouped(
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    IS_SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -153,9 +165,12 @@ def expert_up_grouped(
             pair, last = pairs_of_tile(match, last, count - start, BLOCK_P, BLOCK_R)
             has_row = start + tl.arange(0, BLOCK_R) < count
             at = (pair // TOP_K).to(tl.int64) * INNER
-            sums = many_products(
-                x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K, IS_CODED
-            )
+            if IS_SCALED:
+                sums = scaled_products(x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K)
+            else:
+                sums = many_products(
+                    x, at, has_row, data, scales, lines, INNER, BLOCK_N, BLOCK_K, IS_CODED
+                )
             halves = tl.permute(tl.reshape(sums, [BLOCK_N // 2, 2, BLOCK_R]), (0, 2, 1))
             gate, up = tl.split(halves)
             values = gated(round_bf16(gate), round_bf16(up), beta, bound, IS_SITU)

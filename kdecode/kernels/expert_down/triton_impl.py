@@ -50,6 +50,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
         buffers.get("expert_squares") if is_alone else None,
         None if is_alone else _shared(problem, weights.mlp, buffers),
         None if is_alone else signal_of(buffers.blocks["experts"], buffers, out),
+        problem.expert_products,
     )
     return TritonStep(launch)
 

@@ -20,4 +20,7 @@ def prepare(problem: Problem, weights: Any, buffers: Buffers) -> TritonStep:
     source = buffers[expert_input(problem.config)]
     ids, out = buffers["route_ids"], buffers["expert_product"]
     stack = stack_of(weights.mlp, buffers)
-    return TritonStep(up_launch(problem.config, problem.arch, stack, source, ids, out))
+    launch = up_launch(
+        problem.config, problem.arch, stack, source, ids, out, problem.expert_products
+    )
+    return TritonStep(launch)
