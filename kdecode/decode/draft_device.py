@@ -4,6 +4,9 @@ A round of greedy drafts is one replay for as many requests as a plan has, and t
 drafts once, behind the last of them. Where drafts are drawn, the host draws: then the block is a
 replay, and each place one more, behind the tokens that were drawn for the place before it.
 
+Committed tokens of a round are cached by the passes of `draft_cuda`; of a prompt, as far as it has
+more than a pass has rows, by products of the device's own library (`draft_rows`).
+
 Owns which requests share a plan. The rows of a block are written behind the request's own, where
 committed ones overwrite them; a request without a page for them has nobody's pages to itself for
 as long as its block runs.
@@ -11,7 +14,7 @@ as long as its block runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +27,7 @@ from kdecode.decode import draft_cuda
 from kdecode.decode.deployment import Deployment
 from kdecode.decode.device import on_device
 from kdecode.decode.draft_cuda import ContextProgram
+from kdecode.decode.draft_rows import ContextWeights, DraftRows
 from kdecode.decode.draft_standard import (
     Choose,
     ContextRows,
@@ -72,6 +76,7 @@ class CudaDraft:
         own, rows = draft_deployment(config, deployment, num_drafts), draft_caches(caches)
         self._device = own.place
         self._rows = RowWriter(config, own, rows)
+        self._prompts = DraftRows(config, ContextWeights.of_plan(weights), caches, own.place)
         memory = PlanMemory(own.place)
         self._most = min(caches.num_slots, draft_cuda.most_requests(num_drafts))
         # Most rows first: the others use the beginning of its memory.
@@ -92,13 +97,15 @@ class CudaDraft:
 
     def append(self, parts: Sequence[ContextRows]) -> None:
         """Caches the rows of committed tokens, in every layer."""
+        # A pass of more rows than any prepared one reads the weights once, whatever their number.
+        prompts = [part for part in parts if part.taps.shape[0] > CONTEXT_ROWS[0]]
+        others = [part for part in parts if part.taps.shape[0] <= CONTEXT_ROWS[0]]
         with on_device(self._device):
-            for rows, taps in context_passes(parts):
-                program = self._contexts[len(rows)]
-                staging = program.buffers.staging
-                self._rows.write(staging.arrays(), rows)
-                staging.send()
-                program.buffers["taps"].copy_(taps)
+            if prompts:
+                positions, places = self._rows.places(prompts)
+                taps = torch.cat([part.taps for part in prompts])
+                self._prompts.append(taps, positions, places)
+            for program in self._load_passes(others):
                 program.run()
 
     def block(
@@ -122,6 +129,18 @@ class CudaDraft:
         return DraftBlock(
             _in_place(tokens, order), None if expected is None else _in_place(expected, order)
         )
+
+    def _load_passes(self, parts: Sequence[ContextRows]) -> Iterator[ContextProgram]:
+        """The programs of passes over committed tokens, each with its inputs, before it runs."""
+        if not parts:
+            return
+        for rows, taps in context_passes(parts):
+            program = self._contexts[len(rows)]
+            staging = program.buffers.staging
+            self._rows.write(staging.arrays(), rows)
+            staging.send()
+            program.buffers["taps"].copy_(taps)
+            yield program
 
     def _groups(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Places of the requests that share a run; one that needs the spare pages has its own."""

@@ -18,10 +18,10 @@ from torch import Tensor
 from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, GqaConfig, MlaConfig
 from kdecode.config_draft import DraftConfig
+from kdecode.decode.draft_rows import Angles, ContextWeights, DraftRows, token_positions
 from kdecode.kernels.common.norm import rms_norm
 from kdecode.kernels.linear.product import ProductSettings, make_linear
 from kdecode.model.draft_layout import PackedDraft, PackedDraftLayer, PackedDraftMla
-from kdecode.model.draft_reference import frequencies
 from kdecode.model.layout import PackedModel
 
 
@@ -88,25 +88,21 @@ class StandardDraft:
         self._embed = target.embed if packed.embed is None else packed.embed
         head = target.head if packed.head is None else packed.head
         self._head = make_linear(head, ProductSettings(engine.device, engine.isa))
-        self._frequencies = frequencies(config.rope)
+        weights = ContextWeights.of_torch(packed)
+        self._rows = DraftRows(config, weights, caches, engine.device)
 
     def append(self, parts: Sequence[ContextRows]) -> None:
         """Caches the rows of committed tokens, in every layer."""
         torch.set_num_threads(self._num_threads)
-        with torch.no_grad():
-            context = self._context(torch.cat([part.taps for part in parts]))
-            spans = [(part.start, part.taps.shape[0]) for part in parts]
-            angles = self._angles(spans)
-            tokens = self._caches.page_tokens
-            places = [
-                part.pages[position // tokens] * tokens + position % tokens
-                for part, (start, count) in zip(parts, spans, strict=True)
-                for position in range(start, start + count)
-            ]
-            index = torch.tensor(places, device=self._device)
-            for number, layer in enumerate(self._packed.layers):
-                rows = self._cache_rows(layer, context, angles)
-                self._caches.draft[number].flatten(0, 1).index_copy_(0, index, rows)
+        spans = [(part.start, part.taps.shape[0]) for part in parts]
+        tokens = self._caches.page_tokens
+        places = [
+            part.pages[position // tokens] * tokens + position % tokens
+            for part, (start, count) in zip(parts, spans, strict=True)
+            for position in range(start, start + count)
+        ]
+        taps = torch.cat([part.taps for part in parts])
+        self._rows.append(taps, token_positions(spans), torch.tensor(places))
 
     def block(
         self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
@@ -137,26 +133,17 @@ class StandardDraft:
         weight, bias = self._packed.confidence
         return torch.sigmoid(torch.cat([hidden, markov], dim=-1).float() @ weight + bias)
 
-    def _context(self, taps: Tensor) -> Tensor:
-        packed, eps = self._packed, self.config.rms_eps
-        if packed.tap_norms is not None:
-            normed = [
-                rms_norm(taps[:, place], weight, eps)
-                for place, weight in enumerate(packed.tap_norms)
-            ]
-            taps = torch.stack(normed, dim=1)
-        return rms_norm(F.linear(taps.flatten(1), packed.context_proj), packed.context_norm, eps)
-
     def _hidden(self, requests: Sequence[DraftRequest], num_rows: int) -> Tensor:
         """[B, N, M] after the last norm; row k is about the token k + 1 behind the anchor."""
         config, packed = self.config, self._packed
         masks = [config.mask_id] * (num_rows - 1)
         tokens = [token for request in requests for token in (request.anchor, *masks)]
         x = self._embed[torch.tensor(tokens, device=self._device)]
-        angles = self._angles([(request.num_tokens, num_rows) for request in requests])
+        spans = [(request.num_tokens, num_rows) for request in requests]
+        angles = self._rows.angles(token_positions(spans))
         for number, layer in enumerate(packed.layers):
             h = rms_norm(x, layer.input_norm, config.rms_eps)
-            own = self._cache_rows(layer, h, angles)
+            own = self._rows.rows(number, h, angles)
             query = self._query(layer, h, angles)  # [B*N, H, width]
             parts = zip(
                 requests, torch.split(query, num_rows), torch.split(own, num_rows), strict=True
@@ -171,44 +158,7 @@ class StandardDraft:
             x = x + F.linear((F.silu(gate.float()) * up.float()).to(h.dtype), layer.down)
         return rms_norm(x, packed.norm, config.rms_eps).view(len(requests), num_rows, -1)
 
-    def _angles(self, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [T, dim / 2] fp32 of (first position, number of positions) spans."""
-        positions = torch.cat([torch.arange(start, start + count) for start, count in spans])
-        angles = positions.double().unsqueeze(-1) * self._frequencies
-        amplitude = self.config.rope.amplitude
-        cos, sin = (angles.cos() * amplitude).float(), (angles.sin() * amplitude).float()
-        return cos.to(self._device), sin.to(self._device)
-
-    def _rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x [T, H, dim] bf16, turned by position, rounded once."""
-        cos, sin = (part.unsqueeze(1) for part in angles)
-        wide = x.float()
-        if self.config.rope.is_interleaved:
-            a, b = wide[..., 0::2], wide[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        else:
-            a, b = wide.chunk(2, dim=-1)
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        return turned.to(x.dtype)
-
-    def _cache_rows(
-        self, layer: PackedDraftLayer, x: Tensor, angles: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """The cache row of each row of x [T, M], which is context, or the block after its norm."""
-        p, attention = layer.attention, self.config.attention
-        both = F.linear(x, p.cache_proj)
-        if isinstance(p, PackedDraftMla) and isinstance(attention, MlaConfig):
-            latent, key = torch.split(both, [attention.kv_rank, attention.rope_dim], dim=-1)
-            turned = self._rotate(key.unsqueeze(1), angles).squeeze(1)
-            return torch.cat([rms_norm(latent, p.kv_norm, attention.latent_norm_eps), turned], -1)
-        assert isinstance(attention, GqaConfig)
-        assert not isinstance(p, PackedDraftMla)
-        key, value = both.chunk(2, dim=-1)
-        key = key.view(-1, attention.num_kv_heads, attention.head_dim)
-        key = self._rotate(rms_norm(key, p.k_norm, self.config.rms_eps), angles)
-        return torch.cat([key.flatten(1), value], dim=-1)
-
-    def _query(self, layer: PackedDraftLayer, h: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def _query(self, layer: PackedDraftLayer, h: Tensor, angles: Angles) -> Tensor:
         """[T, H, width of what it is compared with]."""
         p, attention = layer.attention, self.config.attention
         if isinstance(p, PackedDraftMla) and isinstance(attention, MlaConfig):
@@ -216,11 +166,11 @@ class StandardDraft:
             heads = F.linear(low, p.q_b).view(-1, attention.num_heads, attention.qk_dim)
             nope, turned = torch.split(heads, [attention.nope_dim, attention.rope_dim], dim=-1)
             latent = torch.bmm(nope.transpose(0, 1), p.w_uk).transpose(0, 1)
-            return torch.cat([latent, self._rotate(turned, angles)], dim=-1)
+            return torch.cat([latent, self._rows.rotate(turned, angles)], dim=-1)
         assert isinstance(attention, GqaConfig)
         assert not isinstance(p, PackedDraftMla)
         heads = F.linear(h, p.q_proj).view(-1, attention.num_heads, attention.head_dim)
-        return self._rotate(rms_norm(heads, p.q_norm, self.config.rms_eps), angles)
+        return self._rows.rotate(rms_norm(heads, p.q_norm, self.config.rms_eps), angles)
 
     def _attend(self, number: int, request: DraftRequest, query: Tensor, own: Tensor) -> Tensor:
         """query [N, H, width] over the request's context and the block's own rows [N, width]."""

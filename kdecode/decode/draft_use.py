@@ -115,6 +115,23 @@ class RowWriter:
             used = tables[id(row.pages)]
             listed[number, : len(used)] = used
 
+    def places(self, parts: Sequence[ContextRows]) -> tuple[Tensor, Tensor]:
+        """Positions of committed tokens, and where their rows are among those of all pages, int64.
+
+        Raises StepError as `write` does.
+        """
+        positions, places = [], []
+        for part in parts:
+            last = part.start + part.taps.shape[0] - 1
+            for position in (part.start, last):
+                self._check_position(Row(position, part.pages))
+            used = torch.from_numpy(self._checked_pages(Row(last, part.pages))).long()
+            own = torch.arange(part.start, last + 1)
+            positions.append(own)
+            places.append(used[own // self._page_tokens] * self._page_tokens)
+            places[-1] += own % self._page_tokens
+        return torch.cat(positions), torch.cat(places)
+
     def fits(self, position: int, count: int, pages: Sequence[int]) -> bool:
         """Whether a block's rows lie on these pages."""
         return position + count <= len(pages) * self._page_tokens

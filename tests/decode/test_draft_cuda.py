@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from draft_rounds import (
     LIMIT,
     LOGITS,
     NUM_DRAFTS,
+    ROW,
     Rounds,
     requests_of,
     taps_of,
@@ -32,14 +34,16 @@ from kdecode.config_draft import DraftConfig, DraftKind
 from kdecode.config_speculative import SpeculativeConfig
 from kdecode.decode import draft_device, draft_specialized, draft_standard, draft_use
 from kdecode.decode.draft_standard import ContextRows, DraftBlock, DraftRequest, first_choices
+from kdecode.decode.draft_use import RowWriter
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.plan import Step
 from kdecode.decode.runner import resolve
 from kdecode.decode.step_check import StepError
 from kdecode.engine import draft
-from kdecode.model.draft_reference import DraftState
+from kdecode.model.draft_reference import DraftState, append_context
 from kdecode.model.draft_synthesis import draft_document
 from kdecode.model.presets import PRESETS, released_config
+from kdecode.model.reference import ROUNDED
 from kdecode.testing.compare import assert_close, bit_equal
 
 
@@ -158,7 +162,8 @@ def test_a_greedy_round_is_one_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of two plans: the whole, the block, each choice and the confidence; and the passes.
     assert len(pool.recorded) == 2 * (2 + NUM_DRAFTS + 1) + 2
     pages = case.caches.allocate_pages(9 + NUM_DRAFTS), case.caches.allocate_pages(NUM_DRAFTS)
-    case.draft.append([ContextRows(0, pages[0], taps_of(case.config, 9, 0))])
+    taps = taps_of(case.config, 9, 0)
+    case.draft.append([ContextRows(0, pages[0], taps[:8]), ContextRows(8, pages[0], taps[8:])])
     assert pool.replays() == 2
     requests = [DraftRequest(17, 9, pages[0]), DraftRequest(5, 0, pages[1])]
     chosen, _ = _seen(case, requests)
@@ -223,6 +228,62 @@ def test_what_does_not_exist_is_refused(filled: Filled) -> None:
         bit_equal(pool, before[layer], f"layer {layer}")
     with pytest.raises(ValueError, match="Token 177 is not of the vocabulary of 177"):
         case.draft.block([request], NUM_DRAFTS, lambda place, logits: [177])
+
+
+def test_a_prompt_is_cached_at_once(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more tokens than a pass has, by products that read the weights once; beside a round's. The
+    rows are as close to those of passes as these are to the reference's."""
+    case, count = filled.rounds, 71
+    taps, few = taps_of(case.config, count, 7), taps_of(case.config, 3, 8)
+    pages = tuple(reversed(case.caches.allocate_pages(count)))
+    own = case.caches.allocate_pages(3)
+    for pool in case.caches.draft.values():
+        pool[[*pages, *own]] = float("nan")
+    passes: list[int] = []
+    write = draft_device.RowWriter.write
+
+    def written(self: RowWriter, arrays: Any, rows: Sequence[Any]) -> None:
+        passes.append(len(rows))
+        write(self, arrays, rows)
+
+    monkeypatch.setattr(draft_device.RowWriter, "write", written)
+    case.draft.append([ContextRows(0, pages, taps), ContextRows(0, own, few)])
+    assert passes == [3]
+    at_once = [_cached(pool, pages) for pool in case.caches.draft.values()]
+    beside = [_cached(pool, own) for pool in case.caches.draft.values()]
+    case.draft.append([ContextRows(0, pages, taps[:60]), ContextRows(60, pages, taps[60:])])
+    assert passes == [3, 64, 7]
+    for rows, given in ((at_once, taps), (beside, few)):
+        gold = DraftState.new(case.config, ROUNDED)
+        append_context(case.p, case.config, gold, given, ROUNDED)
+        for layer, found in enumerate(rows):
+            tokens = len(given)
+            assert_close(found[:tokens], gold.rows[layer].float(), ROW, f"layer {layer}")
+            assert bool(torch.isnan(found[tokens:]).all())
+    for layer, pool in case.caches.draft.items():
+        by_passes = _cached(pool, pages)[:count].float()
+        assert_close(at_once[layer][:count], by_passes, ROW, f"layer {layer}, by passes")
+    case.caches.free_pages((*pages, *own))
+
+
+def test_a_prompt_where_there_are_no_pages_is_refused(filled: Filled) -> None:
+    """With nothing written."""
+    case, taps = filled.rounds, taps_of(filled.rounds.config, 65, 0)
+    before = {layer: pool.clone() for layer, pool in case.caches.draft.items()}
+    for start, pages, message in (
+        (0, tuple(range(16)), "Position 64 of a draft's cache is not one of 16 pages of 4 tokens"),
+        (-1, tuple(range(17)), "Position -1 of a draft's cache"),
+        (LIMIT, (0,) * 60, f"at most {LIMIT + NUM_DRAFTS} tokens"),
+        (0, (*range(16), 50), "of a draft's cache are not all of its 50"),
+    ):
+        with pytest.raises(StepError, match=message):
+            case.draft.append([ContextRows(start, pages, taps)])
+    for layer, pool in case.caches.draft.items():
+        bit_equal(pool, before[layer], f"layer {layer}")
+
+
+def _cached(pool: Tensor, pages: Sequence[int]) -> Tensor:
+    return pool[list(pages)].flatten(0, 1).cpu()
 
 
 def _engine(backend: DecodeBackend, num_drafts: int) -> EngineConfig:
