@@ -118,24 +118,36 @@ def grouped_tile(
     *,
     is_scaled: bool = False,
 ) -> ExpertTile:
-    """Of kernels of tiles of pairs. rows: of a tile. is_scaled: its products."""
+    """Of kernels of tiles of pairs. rows: of a tile. is_scaled: its products. ValueError for a
+    tile, of the table or of the tuner, that has no such products."""
+    shape = f"rows {rows}, {_shape(inner, columns, is_coded)}"
     if is_scaled:
-        # At least two rounds: of a single one Triton 3.7.1 fails to compile the product.
-        block_k = 128
-        while block_k > MXFP4_GROUP and inner <= block_k:
-            block_k //= 2
-        # A loop of few rounds has no use for more copies ahead.
-        stages = 4 if inner > 3 * block_k else 3
-        default = ExpertTile(SCALED_COLUMNS, block_k, warps=4, stages=stages)
-        shape = f"scaled, rows {rows}, {_shape(inner, columns, is_coded)}"
-        return choose(kernel, arch, shape, default)
+        return _scaled_tile(kernel, arch, inner, f"scaled, {shape}")
     block_k = 128
     while block_k > MXFP4_GROUP and inner % block_k:
         block_k //= 2
     # Larger tiles have fewer programs a processor, and less room for copies that run ahead.
     stages = 4 if rows <= 2 * TILE_ROWS else 3
     default = ExpertTile(GROUPED_COLUMNS, block_k, warps=4, stages=stages)
-    return choose(kernel, arch, f"rows {rows}, {_shape(inner, columns, is_coded)}", default)
+    return choose(kernel, arch, shape, default)
+
+
+def _scaled_tile(kernel: str, arch: str, inner: int, shape: str) -> ExpertTile:
+    block_k = 128
+    while block_k > MXFP4_GROUP and inner <= block_k:
+        block_k //= 2
+    # A loop of few rounds has no use for more copies ahead.
+    stages = 4 if inner > 3 * block_k else 3
+    tile = choose(kernel, arch, shape, ExpertTile(SCALED_COLUMNS, block_k, warps=4, stages=stages))
+    # Of fewer columns Triton decodes the weights after all, and of a single round Triton 3.7.1
+    # fails to compile the product.
+    if tile.block_n < SCALED_COLUMNS or tile.block_k >= inner:
+        raise ValueError(
+            f"Scaled products of {kernel} take programs of {SCALED_COLUMNS} columns at least, and "
+            f"two rounds; with {tile.block_n} columns and rounds of {tile.block_k} of {inner} "
+            "inputs there are none."
+        )
+    return tile
 
 
 def grouped_places(config: ModelConfig, rows: int) -> tuple[int, bool]:

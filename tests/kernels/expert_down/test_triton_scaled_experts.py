@@ -6,6 +6,8 @@ without it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expert_cases import (
@@ -17,10 +19,12 @@ from expert_cases import (
     small_linear,
 )
 from torch import Tensor
-from triton_cases import Case, make_case
+from triton_cases import ARCH, Case, make_case
 
+from kdecode.kernels.common.expert_launch import TILE_ROWS, grouped_tile
 from kdecode.kernels.common.expert_products import is_scaled
 from kdecode.kernels.common.expert_squares import PAIR_ROWS
+from kdecode.kernels.common.tile_table import forced, recording
 from kdecode.kernels.table import contract
 from kdecode.testing.compare import assert_close, bit_equal
 
@@ -82,6 +86,19 @@ def test_differs_from_exact_products_by_a_rounding_at_most() -> None:
     wanted, found = exact["expert_product"].float(), ours["expert_product"].float()
     assert torch.all((found - wanted).abs() <= 2.0**-6 * wanted.abs() + 1e-6)
     assert (found == wanted).float().mean() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"block_n": 64}, "with 64 columns and"), ({"block_k": 128}, "rounds of 128 of 96 inputs")],
+)
+def test_tiles_without_scaled_products_are_refused(change: dict[str, int], words: str) -> None:
+    """The tuner goes past them."""
+    with recording() as asked:
+        mixture(CASES["k3"], 5)
+    tiles = {key: replace(tile, **change) for key, tile in asked.items()}
+    with forced(tiles), pytest.raises(ValueError, match=words):
+        grouped_tile("expert_up", ARCH, 96, 128, True, TILE_ROWS, is_scaled=True)
 
 
 def test_64_rows_of_which_many_choose_one_expert() -> None:
