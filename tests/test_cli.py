@@ -310,17 +310,21 @@ def test_bench_layer_with_a_draft(
         code, out, _ = _run(capsys, *own)
         assert code == 0
         assert f"backend {backend}, 4 rows, 4 a request, 16 tokens of context" in out
-        if backend == "auto":
-            assert out.endswith("\nthe draft runs in torch\n")
-            continue
-        assert "the draft: backend latency_specialized, 3 rows, 3 a request" in out
-        markov, append = out.splitlines()[-2:]
+        block, markov, append = out.splitlines()[-3:]
+        assert block.startswith("the block: ")
         assert markov.startswith("3 Markov products with the choice of a draft: ")
         assert append.startswith("caching 4 committed tokens: ")
-        code, out, _ = _run(capsys, *own, "--json")
-        draft = json.loads(out)["draft"]
-        assert draft["append_bytes"] > 0
+        code, out_json, _ = _run(capsys, *own, "--json")
+        draft = json.loads(out_json)["draft"]
+        for part in ("block", "append"):
+            assert draft[f"{part}_microseconds"] > 0
+            assert draft[f"{part}_bytes"] > 0
         assert draft["markov_bytes"] > 0
+        if backend == "auto":
+            assert "\nthe draft in torch: 3 drafts, 16 tokens of context; timed as it is" in out
+            assert draft["plan"] is None
+            continue
+        assert "the draft: backend latency_specialized, 3 rows, 3 a request" in out
         assert all(step["microseconds"] > 0 for step in draft["plan"]["steps"])
 
 

@@ -43,7 +43,6 @@ _OF_SPECIALIZED = {
     "weight_prefetch": "off",
     "expert_products": "exact",
 }
-_UNTIMED_DRAFT = "drafts are timed on a CPU only"
 # What a shape leaves out, in every text and document that has its figures.
 SHAPE_NOTE = "random weights"
 RANKS_NOTE = {
@@ -119,25 +118,25 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     document["config"] = llm.resolved_config()
     if args.speculative_config is not None:
         drafted = _draft(llm, args, document["bytes_per_second"])
-        document["draft"] = None if drafted is None else drafted[0]
-        untimed = "the draft runs in torch" if args.device == "cpu" else _UNTIMED_DRAFT
-        text += "\n\n" + (untimed if drafted is None else drafted[1])
+        document["draft"], of_draft = drafted
+        text += f"\n\n{of_draft}"
     return document, text
 
 
-def _draft(
-    llm: LLM, args: argparse.Namespace, bandwidth: float
-) -> tuple[dict[str, Any], str] | None:
-    """The round of a draft that has a native plan."""
+def _draft(llm: LLM, args: argparse.Namespace, bandwidth: float) -> tuple[dict[str, Any], str]:
+    """The round of the draft, whichever forward it has."""
     cost = llm.inspect_draft(args.context_tokens, args.runs)
-    if cost is None:
-        return None
-    rows = [("layer", "op", "us", "MiB", "GB/s", "of the floor", "experts", "covers")]
-    rows += [_step_row(step, bandwidth) for step in cost.plan.steps]
-    lines = [
-        f"the draft: {title(cost.plan, llm.engine_config)}",
-        table(rows),
-        _part_line("the block", cost.plan.plan_microseconds, cost.plan.num_bytes, bandwidth),
+    assert cost is not None, "there is a speculative configuration"
+    count = counted(cost.num_drafts, "draft")
+    if cost.plan is None:
+        context = counted(args.context_tokens, "token")
+        lines = [f"the draft in torch: {count}, {context} of context; timed as it is launched"]
+    else:
+        rows = [("layer", "op", "us", "MiB", "GB/s", "of the floor", "experts", "covers")]
+        rows += [_step_row(step, bandwidth) for step in cost.plan.steps]
+        lines = [f"the draft: {title(cost.plan, llm.engine_config)}", table(rows)]
+    lines += [
+        _part_line("the block", cost.block_microseconds, cost.block_bytes, bandwidth),
         _part_line(
             f"{counted(cost.num_drafts, 'Markov product')} with the choice of a draft",
             cost.markov_microseconds,

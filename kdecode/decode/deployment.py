@@ -47,15 +47,16 @@ class Deployment:
     """What a deployment's plans have in common.
 
     isa: instruction set of the native kernels. threads: their pool, owned by the caller; None for
-    a deployment that is judged or described, and not run, and on CUDA. rotation_scale: of the stack
-    of a draft; see `Problem`. arch: of a CUDA device, "sm_90". tensors: the torch device of a CUDA
-    plan's tensors where it is not ``device``: "cpu" for Triton's interpreter, "meta" for a plan
-    whose kernels are compiled and not run. ranks: of several, ``config`` is one rank's share, and
-    ``shared`` what its steps exchange values through; None for one that does not run. gpu_exchange:
-    how those of a plan that only is described would do it between GPUs. context:
-    of which positions the cache rows are here, as the caches have it. gpu_kernels: whose kernels a
-    CUDA plan has, where there are several. shared_experts, weight_prefetch: what it has beside its
-    own stream (`side_steps`). expert_products: how experts in MXFP4 are multiplied there.
+    a deployment that is judged or described, and not run, and on CUDA. rotation_scale,
+    is_causal_block, window: of the stack of a draft; see `Problem`. arch: of a CUDA device,
+    "sm_90". tensors: the torch device of a CUDA plan's tensors where it is not ``device``: "cpu"
+    for Triton's interpreter, "meta" for a plan whose kernels are compiled and not run. ranks: of
+    several, ``config`` is one rank's share, and ``shared`` what its steps exchange values through;
+    None for one that does not run. gpu_exchange: how those of a plan that only is described would
+    do it between GPUs. context: of which positions the cache rows are here, as the caches have it.
+    gpu_kernels: whose kernels a CUDA plan has, where there are several. shared_experts,
+    weight_prefetch: what it has beside its own stream (`side_steps`). expert_products: how experts
+    in MXFP4 are multiplied there.
     """
 
     config: ModelConfig

@@ -73,7 +73,9 @@ class CudaDraft:
     ) -> None:
         self.config = config
         self.num_drafts = num_drafts
+        self.stack = weights.model(target)
         own, rows = draft_deployment(config, deployment, num_drafts), draft_caches(caches)
+        self.caches = rows
         self._device = own.place
         self._rows = RowWriter(config, own, rows)
         self._prompts = DraftRows(config, ContextWeights.of_plan(weights), caches, own.place)
@@ -89,8 +91,8 @@ class CudaDraft:
             for count in CONTEXT_ROWS
         }
         plan = self._plans[1]
-        # Of each plan: the steps before it are the block, and from it on the choices.
-        self._choices = len(plan.steps) - draft_cuda.num_choices(plan)
+        # Of each plan the steps of the block; the choices are behind them.
+        self.num_steps = len(plan.steps) - draft_cuda.num_choices(plan)
         self._has_confidence = "draft_confidence" in plan.buffers
         if pool is not None:
             self._record(pool)
@@ -105,7 +107,7 @@ class CudaDraft:
                 positions, places = self._rows.places(prompts)
                 taps = torch.cat([part.taps for part in prompts])
                 self._prompts.append(taps, positions, places)
-            for program in self._load_passes(others):
+            for program in self.load_passes(others):
                 program.run()
 
     def block(
@@ -130,7 +132,7 @@ class CudaDraft:
             _in_place(tokens, order), None if expected is None else _in_place(expected, order)
         )
 
-    def _load_passes(self, parts: Sequence[ContextRows]) -> Iterator[ContextProgram]:
+    def load_passes(self, parts: Sequence[ContextRows]) -> Iterator[ContextProgram]:
         """The programs of passes over committed tokens, each with its inputs, before it runs."""
         if not parts:
             return
@@ -153,8 +155,8 @@ class CudaDraft:
         firsts = range(0, len(together), self._most)
         return [*(together[first : first + self._most] for first in firsts), *alone]
 
-    def _load(self, requests: Sequence[DraftRequest]) -> DecodePlan:
-        """The plan of these requests, with its inputs."""
+    def load(self, requests: Sequence[DraftRequest]) -> DecodePlan:
+        """The plan of these requests, of which there is one, with its inputs."""
         plan, count = self._plans[len(requests)], self.num_drafts
         staging = plan.buffers.staging
         arrays = staging.arrays()
@@ -174,7 +176,7 @@ class CudaDraft:
 
     def _first_choices(self, requests: Sequence[DraftRequest]) -> _Found:
         """Greedy drafts; nothing here waits for the device."""
-        plan = self._load(requests)
+        plan = self.load(requests)
         plan.run()
         return self._found(plan)
 
@@ -191,14 +193,14 @@ class CudaDraft:
         """Drafts that the host chooses, of all requests at a time. order: their places."""
         begun = []
         for group in groups:
-            plan = self._load(group)
-            plan.run_range(0, self._choices)
+            plan = self.load(group)
+            plan.run_range(0, self.num_steps)
             begun.append(_Begun.of(plan, [r.anchor for r in group], is_only=len(groups) == 1))
         for place in range(self.num_drafts):
             parts = []
             for one in begun:
                 one.resume()
-                step = self._choices + place
+                step = self.num_steps + place
                 one.plan.run_range(step, step + 1)
                 parts.append(one.plan.buffers["draft_logits"].clone())
             logits = dict(zip(order, torch.cat(parts), strict=True))
@@ -210,15 +212,15 @@ class CudaDraft:
         found = []
         for one in begun:
             one.resume()
-            one.plan.run_range(self._choices + self.num_drafts, len(one.plan.steps))
+            one.plan.run_range(self.num_steps + self.num_drafts, len(one.plan.steps))
             found.append(self._found(one.plan))
         return found
 
     def _record(self, pool: GraphPool) -> None:
         """Graphs of greedy rounds, of the pieces of others, and of what caches committed tokens."""
         for count, plan in self._plans.items():
-            behind = range(self._choices, len(plan.steps))
-            ranges = [(0, self._choices), *((step, step + 1) for step in behind)]
+            behind = range(self.num_steps, len(plan.steps))
+            ranges = [(0, self.num_steps), *((step, step + 1) for step in behind)]
             self._plans[count] = capture(plan, pool, ranges)
         for count, program in self._contexts.items():
             self._contexts[count] = _recorded(program, pool)

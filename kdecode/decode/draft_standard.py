@@ -23,6 +23,7 @@ from kdecode.kernels.common.norm import rms_norm
 from kdecode.kernels.linear.product import ProductSettings, make_linear
 from kdecode.model.draft_layout import PackedDraft, PackedDraftLayer, PackedDraftMla
 from kdecode.model.layout import PackedModel
+from kdecode.model.outline import outline_bytes
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class StandardDraft:
         self._num_threads = engine.resolved_threads()
         self._embed = target.embed if packed.embed is None else packed.embed
         head = target.head if packed.head is None else packed.head
+        self._head_bytes = head.num_bytes
         self._head = make_linear(head, ProductSettings(engine.device, engine.isa))
         weights = ContextWeights.of_torch(packed)
         self._rows = DraftRows(config, weights, caches, engine.device)
@@ -108,10 +110,8 @@ class StandardDraft:
         self, requests: Sequence[DraftRequest], num_drafts: int, choose: Choose
     ) -> DraftBlock:
         """Drafts of each request for the tokens behind its anchor, strictly left to right."""
-        torch.set_num_threads(self._num_threads)
+        hidden, base = self.stack(requests, num_drafts)
         with torch.no_grad():
-            hidden = self._hidden(requests, num_drafts)  # [B, N, M]
-            base = self._head(hidden.flatten(0, 1)).float().view(*hidden.shape[:2], -1)
             previous = [request.anchor for request in requests]
             chosen, confidence = [], []
             for place in range(num_drafts):
@@ -126,6 +126,30 @@ class StandardDraft:
                 return DraftBlock(tokens, None)
             rows = torch.stack(confidence, dim=1).tolist()
             return DraftBlock(tokens, [tuple(row) for row in rows])
+
+    def stack(self, requests: Sequence[DraftRequest], num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Hidden rows [B, N, M] and logits [B, N, vocab] fp32, before any token is chosen."""
+        torch.set_num_threads(self._num_threads)
+        with torch.no_grad():
+            hidden = self._hidden(requests, num_drafts)
+            return hidden, self._head(hidden.flatten(0, 1)).float().view(*hidden.shape[:2], -1)
+
+    @property
+    def stack_bytes(self) -> int:
+        """Weights that a block reads up to its logits, but for rows of the embedding."""
+        layers = sum(outline_bytes(layer) for layer in self._packed.layers)
+        return layers + self._head_bytes
+
+    @property
+    def markov_bytes(self) -> int:
+        """Weights that one Markov product reads."""
+        return outline_bytes(self._packed.markov_out)
+
+    @property
+    def append_bytes(self) -> int:
+        """Weights that caching any number of committed tokens reads."""
+        parts = [layer.attention.cache_proj for layer in self._packed.layers]
+        return sum(outline_bytes(part) for part in (self._packed.context_proj, *parts))
 
     def _expected(self, hidden: Tensor, markov: Tensor) -> Tensor:
         """The confidence head: [B, M], [B, R] -> [B]."""

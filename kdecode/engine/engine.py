@@ -404,12 +404,13 @@ class LLM:
             raise RequestError(f"Requests are open; {what} on an idle engine.")
 
     def inspect_draft(self, context_tokens: int, runs: int) -> DraftCost | None:
-        """What a draft's round costs on an idle engine; None where it has no native plan."""
-        speculation = self._worker.speculation
-        draft = None if speculation is None else speculation.native_draft
-        if draft is None:
+        """What a draft's round costs on an idle engine; None where there is no draft."""
+        speculation, speculative = self._worker.speculation, self.engine_config.speculative
+        draft = None if speculation is None else speculation.timed_draft
+        if draft is None or speculative is None:
             return None
-        return inspect_draft(draft, self._worker.caches, context_tokens, runs)
+        count = speculative.num_speculative_tokens
+        return inspect_draft(draft, self._worker.caches, count, context_tokens, runs)
 
     @property
     def loop(self) -> StepLoop:

@@ -14,7 +14,7 @@ from kdecode.cache.caches import Caches
 from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.config_speculative import SpeculativeConfig
-from kdecode.decode.draft_specialized import SpecializedDraft
+from kdecode.decode.inspect_draft import TimedDraft
 from kdecode.decode.runner import StepRunner
 from kdecode.engine.draft import DraftWeights, make_forward
 from kdecode.engine.judge import Judge
@@ -97,12 +97,10 @@ class Speculation:
         return Speculation(engine.speculative, proposer, runner, caches, costs)
 
     @property
-    def native_draft(self) -> SpecializedDraft | None:
-        """The draft's native plan; None where it runs in torch."""
-        proposer = self._proposer
-        if isinstance(proposer, DsparkProposer) and isinstance(proposer.forward, SpecializedDraft):
-            return proposer.forward
-        return None
+    def timed_draft(self) -> TimedDraft | None:
+        """The draft's forward, if there is one whose rounds can be timed."""
+        forward = self._proposer.forward if isinstance(self._proposer, DsparkProposer) else None
+        return forward if isinstance(forward, TimedDraft) else None
 
     @property
     def times(self) -> RoundTimes:

@@ -84,3 +84,25 @@ def test_an_engine_with_a_draft_replies_as_one_without(
                 (_, first), (_, second) = theirs.logprobs[place].top[:2]
                 assert first - second < 0.1, f"token {place} is {token}, not {other}"
                 break
+
+
+@pytest.mark.parametrize("backend", ["auto", "latency_specialized"])
+def test_a_round_is_timed(mini_checkpoint: Path, tmp_path: Path, backend: str) -> None:
+    make_draft(tmp_path / "draft", "mini", "redhat", seed=0)
+    engine = EngineConfig(
+        device="cuda",
+        decode_backend=backend,  # type: ignore[arg-type]
+        max_context_tokens=256,
+        max_requests=1,
+        speculative=SpeculativeConfig(str(tmp_path / "draft"), 4),
+    )
+    cost = LLM(mini_checkpoint, engine).inspect_draft(200, 3)
+    assert cost is not None
+    assert min(cost.block_microseconds, cost.append_microseconds) > 0
+    if backend == "auto":
+        assert cost.plan is None
+        return
+    assert cost.plan is not None
+    assert cost.plan.timed_as == "timed as replays of a CUDA graph"
+    assert {step.launches for step in cost.plan.steps} == {1}
+    assert cost.markov_microseconds > 0
