@@ -10,6 +10,7 @@ import torch
 from draft_cases import MAX_CONTEXT
 from gqa_cases import LAYER, GroupedBlock
 
+from kdecode.config import GqaConfig
 from kdecode.kernels.common.gqa_splits import num_splits
 from kdecode.kernels.gqa_attend import triton_impl
 from kdecode.kernels.gqa_attend.op import CONTRACT
@@ -40,6 +41,8 @@ def _check(block: GroupedBlock) -> None:
         ([150], 8, {"window": 66, **CAUSAL}),
         ([100], 3, {"window": 1, **CAUSAL}),
         ([2 * place for place in range(16)], 4, {"window": 13, **CAUSAL}),
+        # More lanes of a group than a program has.
+        ([70, 9], 7, {"attention": GqaConfig(20, 1, 12), **CAUSAL}),
     ],
 )
 def test_blocks_against_the_reference(
