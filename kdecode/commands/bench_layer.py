@@ -1,8 +1,7 @@
 """`kdecode bench layer`: every step of a plan, of a checkpoint or of a release's shape.
 
-Owns the arguments, what is timed, and how a plan's costs are printed. A shape is one rank's share
-of a release's first layers with random weights; it is timed on both backends, without what the
-ranks would exchange, and says so.
+Owns the arguments, and how a plan's costs are printed. What of a release's shape is timed is
+`bench_shape`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from kdecode.bench.wording import counted
 from kdecode.commands.common import (
     InputError,
-    ProgressBar,
     add_engine_arguments,
     add_model_argument,
     add_speculative_argument,
@@ -27,7 +25,7 @@ from kdecode.commands.common import (
     table,
     weights_note,
 )
-from kdecode.config import DecodeBackend, EngineConfig, ModelConfig
+from kdecode.config import EngineConfig, GpuExchange
 
 if TYPE_CHECKING:
     from kdecode.bench.roofline import Probe
@@ -38,18 +36,10 @@ HELP = "every step of the plan: time, bytes, share of the floor"
 SHAPES = ("kimi-k3", "kimi-linear-48b")
 DEFAULT_LAYERS = 4
 # What plans of latency_specialized can be told on a GPU and auto cannot, with what it is without.
-_OF_SPECIALIZED = {
+OF_SPECIALIZED = {
     "shared_experts": "inside",
     "weight_prefetch": "off",
     "expert_products": "exact",
-}
-# What a shape leaves out, in every text and document that has its figures.
-SHAPE_NOTE = "random weights"
-RANKS_NOTE = {
-    "cpu": "one rank's steps with random weights, as if it never had to wait for another: what "
-    "others would give is zeros, and auto does not add them up",
-    "cuda": "one rank's arithmetic with random weights; the exchanges between ranks are not in it, "
-    "and the router and both latent projections are whole on every rank",
 }
 
 
@@ -69,18 +59,28 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     part.add_argument("--runs", type=positive, default=15)
     part.add_argument("--json", action="store_true", help="one JSON document instead")
     shape = part.add_argument_group("shape of a release, instead of a MODEL; on both backends")
-    shape.add_argument(
-        "--shape", choices=SHAPES, help=f"with --tensor-parallel-size and no MODEL {SHAPES[0]}"
-    )
+    shape.add_argument("--shape", choices=SHAPES, help=f"with ranks and no MODEL {SHAPES[0]}")
     shape.add_argument(
         "--tensor-parallel-size",
+        "-tp",
+        type=positive,
+        metavar="N",
+        help="ranks, of which what they have is counted; with --device cuda all are timed, a GPU "
+        "each, else one alone; default: 1",
+    )
+    shape.add_argument(
         "--rank-share",
         type=positive,
         metavar="N",
-        help="ranks, of which one's share is timed, and what all of them have is counted; "
-        "default: 1",
+        help="the same, and one's share is timed alone, on one GPU, too",
     )
-    shape.add_argument("--rank", type=int, help="whose random weights; default: 0")
+    shape.add_argument("--rank", type=int, help="of a share: whose random weights; default: 0")
+    shape.add_argument(
+        "--gpu-exchange",
+        choices=get_args(GpuExchange),
+        default="auto",
+        help="between the GPUs of ranks; auto is symmetric memory where all have it",
+    )
     shape.add_argument("--layers", type=positive, help=f"the first N; default: {DEFAULT_LAYERS}")
     shape.add_argument(
         "--bytes",
@@ -94,12 +94,14 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The document and the text."""
-    if args.shape is None and args.model is None and args.tensor_parallel_size is not None:
+    if args.shape is None and args.model is None and (args.tensor_parallel_size or args.rank_share):
         args.shape = SHAPES[0]
     if args.shape is not None:
-        return _shape(args)
-    for name in ("tensor_parallel_size", "rank", "layers", "bytes"):
-        if getattr(args, name):
+        from kdecode.commands import bench_shape
+
+        return bench_shape.run(args)
+    for name in ("tensor_parallel_size", "rank_share", "rank", "layers", "bytes", "gpu_exchange"):
+        if getattr(args, name) not in (None, False, "auto"):
             raise InputError(f"--{name.replace('_', '-')} needs a --shape.")
     args.decode_backend = args.decode_backend or EngineConfig().decode_backend
     if args.speculative_config is not None:
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         args.drafts = args.speculative_config.num_speculative_tokens
     # The draft's probe needs room for a round of its own behind the context.
     llm, probe = open_engine(args, (args.drafts or 0) + 1)
-    document, text = _timed(
+    document, text = timed(
         probe,
         llm.engine_config,
         lambda: llm.inspect_decode(
@@ -181,72 +183,7 @@ def open_engine(args: argparse.Namespace, output_tokens: int) -> tuple[LLM, Prob
     return llm, read_probe(config)
 
 
-def _shape(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from kdecode.engine.preflight import check_device
-    from kdecode.engine.shape_probe import inspect_shape
-    from kdecode.model.rank_share import release_config
-
-    if args.drafts is not None:
-        raise InputError("--drafts needs a MODEL; a --shape has no step that verifies them.")
-    if args.model is not None:
-        raise InputError(f"A model, {args.model}, and a --shape were given; one of them is timed.")
-    layers = args.layers or DEFAULT_LAYERS
-    size, rank = args.tensor_parallel_size or 1, args.rank or 0
-    if not 0 <= rank < size:
-        raise InputError(f"--rank is {rank}; with {size} ranks it must be from 0 to {size - 1}.")
-    document, texts = _bytes(args.shape, size) if size > 1 or args.bytes else ({}, [])
-    if args.bytes:
-        return document, "\n\n".join(texts)
-    whole = release_config(args.shape, layers)
-    backends = (args.decode_backend,) if args.decode_backend else get_args(DecodeBackend)
-    note = SHAPE_NOTE if size == 1 else RANKS_NOTE[args.device.partition(":")[0]]
-    head = f"{args.shape}, layers 0 to {layers - 1}, rank {rank} of {size}: {note}."
-    texts.append(head)
-    documents = []
-    configs = [_shape_config(args, backend, len(backends)) for backend in backends]
-    # The memory's speed is taken on the device before anything else looks for it.
-    check_device(args.device)
-    for config in configs:
-        bar = ProgressBar()
-
-        def cost(config: EngineConfig = config, bar: ProgressBar = bar) -> PlanCost:
-            return inspect_shape(
-                whole, config, args.rows, args.runs, rank, lambda d, n: bar("packing", d, n), size
-            )
-
-        document, text = _timed(read_probe(config), config, cost)
-        documents.append(document)
-        texts.append(text)
-    shape = {"name": args.shape, "layers": layers, "tensor_parallel_size": size, "rank": rank}
-    document |= {"shape": {**shape, "note": note}, "backends": documents}
-    return document, "\n\n".join(texts)
-
-
-def _shape_config(
-    args: argparse.Namespace, backend: DecodeBackend, num_backends: int
-) -> EngineConfig:
-    """Of one of the backends that are timed; where both are, each has what it can be told."""
-    plain = _OF_SPECIALIZED if backend == "auto" and num_backends > 1 else {}
-    return engine_config(
-        args,
-        decode_backend=backend,
-        max_context_tokens=args.context_tokens,
-        max_requests=args.rows,
-        **plain,
-    )
-
-
-def _bytes(name: str, size: int) -> tuple[dict[str, Any], list[str]]:
-    """What ranks have of a whole release."""
-    from kdecode.commands.bench_ranks import bytes_document, bytes_text
-    from kdecode.model.presets import RELEASES, released_config
-    from kdecode.model.rank_bytes import rank_bytes
-
-    kinds = rank_bytes(ModelConfig.from_checkpoint(released_config(RELEASES[name])), size)
-    return {"rank_bytes": bytes_document(kinds)}, [bytes_text(name, kinds)]
-
-
-def _timed(
+def timed(
     probe: Probe, config: EngineConfig, inspect: Callable[[], PlanCost]
 ) -> tuple[dict[str, Any], str]:
     """A plan's costs against the memory's speed right before and after."""
@@ -278,7 +215,7 @@ def _timed(
     )
     document = {
         **dataclasses.asdict(cost),
-        "settings": {name: getattr(config, name) for name in ("gpu_kernels", *_OF_SPECIALIZED)},
+        "settings": {name: getattr(config, name) for name in ("gpu_kernels", *OF_SPECIALIZED)},
         "bytes_per_second": bandwidth,
         "others_cores": others,
         "is_spoilt": is_spoilt(others),
@@ -286,6 +223,7 @@ def _timed(
             {
                 "layer": layer,
                 "launches": _num_launches(steps),
+                "exchanges": sum(step.exchanges for step in steps),
                 "microseconds": sum(step.microseconds for step in steps),
                 "bytes": sum(step.num_bytes for step in steps),
             }
@@ -310,16 +248,19 @@ def _commit_line(cost: PlanCost, bandwidth: float) -> list[str]:
 def title(cost: PlanCost, config: EngineConfig) -> str:
     note = weights_note(config)
     each = f", {cost.rows_per_request} a request" if cost.rows_per_request > 1 else ""
+    ranks = ""
+    if cost.gpu_exchange is not None:
+        ranks = f", {config.tensor_parallel_size} ranks through {cost.gpu_exchange}"
     told = [
         f", {name.replace('_', ' ')} {getattr(config, name)}"
-        for name, plain in _OF_SPECIALIZED.items()
+        for name, plain in OF_SPECIALIZED.items()
         if getattr(config, name) != plain
     ]
     return (
         ("" if note is None else f"{note}\n")
         + f"backend {cost.backend}, {counted(cost.rows, 'row')}{each}, "
         f"{counted(cost.context_tokens, 'token')} of context, {_num_launches(cost.steps)} launches "
-        f"a step{''.join(told)}{cost.timed_as and f'; {cost.timed_as}'}"
+        f"a step{ranks}{''.join(told)}{cost.timed_as and f'; {cost.timed_as}'}"
     )
 
 
@@ -372,16 +313,21 @@ def _kind_rows(groups: dict[int, list[StepCost]], bandwidth: float) -> list[tupl
         kind = "KDA" if "kda_step" in covers else "MLA"
         kind += " + dense" if "dense_mlp" in covers else " + MoE"
         kinds.setdefault(kind, []).append(steps)
-    rows = [("kind of layer", "layers", "launches a layer", "us a layer", "of the floor")]
+    has_exchanges = any(step.exchanges for steps in groups.values() for step in steps)
+    more: tuple[str, ...] = ("exchanges a layer",) if has_exchanges else ()
+    head = ("kind of layer", "layers", "launches a layer")
+    rows = [(*head, *more, "us a layer", "of the floor")]
     for kind, members in kinds.items():
         spent = sum(step.microseconds for steps in members for step in steps)
         moved = sum(step.num_bytes for steps in members for step in steps)
         launches = sum(_num_launches(steps) for steps in members) / len(members)
+        exchanges = sum(step.exchanges for steps in members for step in steps) / len(members)
         rows.append(
             (
                 kind,
                 str(len(members)),
                 f"{launches:g}",
+                *(f"{exchanges:g}" for _ in more),
                 f"{spent / len(members):,.1f}",
                 _share(moved, spent, bandwidth),
             )

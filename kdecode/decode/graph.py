@@ -31,6 +31,7 @@ class GraphPool:
         self.handle: Any = torch.cuda.graph_pool_handle()
         self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.sides = SideStreams()
+        self._recorded: list[Any] = []
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Runs it where it will be recorded, and waits for it."""
@@ -54,7 +55,14 @@ class GraphPool:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        self._recorded.append(graph)
         return graph
+
+    def close(self) -> None:
+        """Ends all of its graphs, also those that somebody still has; none can be replayed."""
+        for graph in self._recorded:
+            graph.reset()
+        self._recorded.clear()
 
 
 def capture(plan: DecodePlan, pool: GraphPool, ranges: Sequence[StepRange] = ()) -> DecodePlan:

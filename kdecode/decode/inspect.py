@@ -41,7 +41,7 @@ class StepCost:
     microseconds: the median. weight_bytes: with each expert counted once a run, whichever rows
     chose it. state_bytes: state and cache of all rows, read and written. distinct_experts: mean
     over the runs; None for a step without experts. launches: of a CUDA graph of the step, where it
-    was counted.
+    was counted. exchanges: between ranks, inside of the step or the step itself.
     """
 
     layer: int | None
@@ -53,6 +53,7 @@ class StepCost:
     state_bytes: int
     distinct_experts: float | None
     launches: int | None = None
+    exchanges: int = 0
 
     @property
     def num_bytes(self) -> float:
@@ -63,7 +64,8 @@ class StepCost:
 class PlanCost:
     """A plan's steps, and `plan_microseconds`: the median of runs that were not interrupted to time
     single steps (one native call, where the plan has one). Of a verify step also what it costs to
-    move the slots past all of its rows. timed_as: in words, where it was not the host's clock."""
+    move the slots past all of its rows. timed_as: in words, where it was not the host's clock.
+    gpu_exchange: what the ranks' GPUs gave each other their parts through, where all were timed."""
 
     backend: str
     rows: int
@@ -74,6 +76,7 @@ class PlanCost:
     commit_microseconds: float | None = None
     commit_bytes: int = 0
     timed_as: str = ""
+    gpu_exchange: str | None = None
 
     @property
     def num_bytes(self) -> float:
@@ -212,6 +215,7 @@ class PlanProbe:
             weight_bytes=weight_bytes,
             state_bytes=self._requests * state,
             distinct_experts=experts,
+            exchanges=len(step.exchanges),
         )
 
     def _load(self) -> None:

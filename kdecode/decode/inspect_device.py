@@ -3,14 +3,16 @@
 Owns the timing: the first n steps are recorded as a CUDA graph and replayed, for every n, and a
 step costs what it adds. So each is timed where it stands, behind the steps before it and without
 what a launch costs the host. Every replay finds none of its weights in the last-level cache. A plan
-that cannot be recorded is launched step by step instead, and the result says so.
+that cannot be recorded is launched step by step instead, and the result says so. Of several ranks
+all time the same plan together: every replay begins once all have come as far, and is over when the
+slowest one is.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -31,10 +33,31 @@ _COLD_BYTES = 256 << 20
 # Replays of a step with one tile.
 _TUNING_RUNS = 25
 _AS_GRAPH = "timed as replays of a CUDA graph"
+# Of what cuGraphNodeGetType tells: a kernel, a copy, a fill.
+_LAUNCHES = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Together:
+    """What a rank's probe does for those of the others.
+
+    rewind: before what is recorded; see `Exchange.rewind`. meet: launches that no rank comes past
+    before all have come so far. slowest: microseconds of this rank's runs, one after the other; of
+    each run the most of any rank.
+    """
+
+    rewind: Callable[[], None]
+    meet: Callable[[], None]
+    slowest: Callable[[Sequence[float]], Sequence[float]]
+
+
+ALONE = Together(lambda: None, lambda: None, lambda spent: spent)
 
 
 class DevicePlanProbe(PlanProbe):
-    """`PlanProbe` of a plan on a CUDA device."""
+    """`PlanProbe` of a plan on a CUDA device. together: of several ranks, before it measures."""
+
+    together = ALONE
 
     def measure(self, runs: int) -> PlanCost:
         """Of ``runs`` replays of each graph; two more come first."""
@@ -61,7 +84,7 @@ class DevicePlanProbe(PlanProbe):
                 graph = _record(pool, run)
                 if isinstance(graph, str):
                     raise RuntimeError(f"A step cannot be recorded as a CUDA graph: {graph}")
-                return _microseconds(graph.replay, cold, _TUNING_RUNS)
+                return median(_microseconds(graph.replay, cold, _TUNING_RUNS))
 
             self._load()
             yield from tune(build, clock, kernels)
@@ -80,7 +103,8 @@ class DevicePlanProbe(PlanProbe):
                 graph = _record(pool, run)
                 run, total = graph.replay, _num_nodes(graph)
                 launches, launched = total - launched, total
-            before, spent = spent, _microseconds(run, cold, runs)
+            timed = _microseconds(run, cold, runs, self.together.meet)
+            before, spent = spent, median(self.together.slowest(timed))
             cost = self._cost(step, [(max(spent - before, 0.0), experts[index])])
             steps.append(replace(cost, launches=launches))
         return PlanCost(
@@ -96,11 +120,17 @@ class DevicePlanProbe(PlanProbe):
     def _first(self, count: int, sides: SideStreams) -> Callable[[], None]:
         """Launches so many steps, from the first on, each on its stream."""
         steps = self._plan.steps[:count]
-        return lambda: sides.launch(steps)
+
+        def run() -> None:
+            self.together.rewind()
+            sides.launch(steps)
+
+        return run
 
     def _run_once(self) -> list[int | None]:
         """Distinct experts of the steps that run some; everything is compiled and loaded then."""
         chosen: list[int | None] = []
+        self.together.rewind()
         for step in self._plan.steps:
             step.run()
             count = None
@@ -126,11 +156,20 @@ def plan_probe(
     return kind(packed, plan, caches, rows, context_tokens, num_threads, rows_per_request)
 
 
-def _microseconds(run: Callable[[], None], cold: torch.Tensor, runs: int) -> float:
-    """Median from the first launch of a run to the end of its last one."""
+def _microseconds(
+    run: Callable[[], None],
+    cold: torch.Tensor,
+    runs: int,
+    meet: Callable[[], None] = ALONE.meet,
+) -> list[float]:
+    """From the first launch of a run to the end of its last one; two runs more come first.
+
+    meet: see `Together`.
+    """
     spent: list[float] = []
     for _ in range(runs + 2):
         cold.sum()
+        meet()
         start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
@@ -138,7 +177,7 @@ def _microseconds(run: Callable[[], None], cold: torch.Tensor, runs: int) -> flo
         end.record()
         end.synchronize()
         spent.append(start.elapsed_time(end) * 1000)
-    return median(spent[2:])
+    return spent[2:]
 
 
 def _record(pool: GraphPool, run: Callable[[], None]) -> Any:
@@ -147,7 +186,7 @@ def _record(pool: GraphPool, run: Callable[[], None]) -> Any:
     torch.cuda.synchronize()
     reason = None
     with torch.cuda.stream(pool.stream):
-        graph.capture_begin(pool=pool.handle)
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
             run()
         except RuntimeError as error:
@@ -163,11 +202,20 @@ def _record(pool: GraphPool, run: Callable[[], None]) -> Any:
 
 
 def _num_nodes(graph: Any) -> int:
-    """Launches, copies and fills of a graph, which the driver tells."""
-    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
-    status = driver.cuGraphGetNodes(
-        ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)
-    )
-    if status:
-        raise RuntimeError(f"The CUDA driver cannot tell the nodes of a graph: error {status}.")
-    return count.value
+    """Launches, copies and fills of a graph, which the driver tells. What only orders them, as
+    NCCL's marks of where it is, is none."""
+    driver, raw = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph.raw_cuda_graph())
+    count, kind = ctypes.c_size_t(), ctypes.c_int()
+    statuses = [driver.cuGraphGetNodes(raw, None, ctypes.byref(count))]
+    nodes = (ctypes.c_void_p * count.value)()
+    if count.value:
+        statuses.append(driver.cuGraphGetNodes(raw, nodes, ctypes.byref(count)))
+    found = 0
+    for node in nodes:
+        statuses.append(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        found += kind.value in _LAUNCHES
+    if any(statuses):
+        raise RuntimeError(
+            f"The CUDA driver cannot tell the nodes of a graph: error {max(statuses)}."
+        )
+    return found

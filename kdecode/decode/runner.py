@@ -24,12 +24,12 @@ from kdecode.config import CompileForm, ConfigError, EngineConfig, Isa, ModelCon
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import auto, latency_specialized
 from kdecode.decode.compiled import CompiledStep, compile_step
-from kdecode.decode.device import device_arch, has_triton, on_device
+from kdecode.decode.device import device_arch, on_device
 from kdecode.decode.graph import GraphPool, capture
 from kdecode.decode.latency_specialized import ROW_BUCKETS, Deployment
 from kdecode.decode.plan import DecodePlan
 from kdecode.decode.rank_link import RankLink
-from kdecode.decode.standard_graph import can_record, record, takes
+from kdecode.decode.standard_graph import record, takes, waiting_ops
 from kdecode.decode.step_check import StepError, check_step
 from kdecode.decode.taps import Taps
 from kdecode.kernels.common import native
@@ -149,6 +149,7 @@ class StepRunner:
         self._buckets = row_buckets(engine)
         self._verify_rows = verify_rows
         self._logged: set[str] = set()
+        self._pools: list[GraphPool] = []
         # Of the specialised plans; None where there are none.
         self.deployment: Deployment | None = None
         self._last_plan = self._standard
@@ -164,8 +165,7 @@ class StepRunner:
         self._compiled: dict[int, CompiledStep] = {}
         # The standard plan's graphs, by rows.
         self._recorded: dict[int, DecodePlan] = {}
-        # Of several ranks a step has exchanges, which nobody has recorded yet.
-        if engine.decode_backend == "auto" and has_triton(engine.device) and link is None:
+        if engine.decode_backend == "auto" and engine.device != "cpu":
             with on_device(engine.device):
                 self._recorded = self._record_standard(draft)
         plans = (self._standard, *self._plans.values(), *self._recorded.values())
@@ -184,7 +184,7 @@ class StepRunner:
             )
         if not deployment.is_cuda:
             return plans
-        pool = GraphPool()
+        pool = self._new_pool()
         for size, plan in plans.items():
             ranges = () if draft is None else Taps.of(plan, draft).ranges(plan)
             plans[size] = capture(plan, pool, ranges)
@@ -193,14 +193,36 @@ class StepRunner:
     def _record_standard(self, draft: DraftConfig | None) -> dict[int, DecodePlan]:
         """Graphs of the standard plan, where nothing of it waits; the caches have to be free."""
         plan = self._standard
-        if not can_record(plan):
+        waiting = waiting_ops(plan)
+        if not self._all_ranks(not waiting):
+            what = f"{', '.join(waiting) or 'another rank'} cannot be recorded"
+            log.info("standard steps are launched one by one and not as CUDA graphs: %s", what)
             return {}
         whole = [(0, len(plan.steps))]
         ranges = whole if draft is None else Taps.of(plan, draft).ranges(plan)
         pages = pages_for(self.engine.max_context_tokens, self._caches.page_tokens)
-        pool = GraphPool()
+        pool = self._new_pool()
         sizes = sorted(self._buckets, reverse=True)
         return {rows: record(plan, rows, pages, pool, ranges) for rows in sizes}
+
+    def _all_ranks(self, says: bool) -> bool:
+        """Whether every rank says so; each asks once, at the same place."""
+        if self._link is None:
+            return says
+        own = torch.tensor([[int(says)]], device=self.engine.device)
+        return bool(self._link.exchange.gather(own).all())
+
+    def _new_pool(self) -> GraphPool:
+        self._pools.append(GraphPool())
+        return self._pools[-1]
+
+    def close(self) -> None:
+        """Ends the graphs. Connections between ranks that graphs have exchanges of cannot end
+        before them (`parallel/nccl.py`)."""
+        with on_device(self.engine.device):
+            for pool in self._pools:
+                pool.close()
+        self._pools.clear()
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Logits [requests that need them, vocab] fp32, in request order."""

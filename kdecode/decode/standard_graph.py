@@ -1,8 +1,9 @@
 """CUDA graphs of the standard forward, for steps in which every request has one row.
 
 Owns the static form of such a step's `StepTensors`, which the graph derives from staged inputs, and
-recording. What a graph leaves in its buffers lies in the pool's memory: it is read before another
-graph of the pool runs. Other steps are launched by torch, one operation after the other.
+recording; of several ranks a graph has their exchanges, and all record the same. What a graph
+leaves in its buffers lies in the pool's memory: it is read before another graph of the pool runs.
+Other steps are launched by torch, one operation after the other.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from kdecode.kernels.contract import Buffers, PlanMemory
 _WAITING_OPS = frozenset({"kda_conv", "kda_recurrence", "mla_attention", "route", "experts"})
 
 
-def can_record(plan: DecodePlan) -> bool:
-    """Whether nothing of the standard plan waits for the device in a step of single rows."""
-    return all(step.impl == "triton" for step in plan.steps if step.op in _WAITING_OPS)
+def waiting_ops(plan: DecodePlan) -> list[str]:
+    """What of the standard plan waits for the device in a step of single rows. A plan with such an
+    operation cannot be recorded; it has some where Triton is not there, and where ranks share the
+    positions of a context."""
+    return sorted(
+        {step.op for step in plan.steps if step.op in _WAITING_OPS and step.impl != "triton"}
+    )
 
 
 def takes(batch: StepBatch) -> bool:
@@ -44,17 +49,19 @@ def record(
     """The standard plan as a static one of so many rows; `load_inputs` loads it.
 
     ranges: of steps, one after the other, a graph each: only they can be run. The plan runs once
-    before, as `graph.capture` says.
+    before, as `graph.capture` says; of several ranks it does so on all of them, at the same time.
     """
     static = Buffers(memory=PlanMemory(plan.buffers.products.device))
     staging = Staging(input_buffers(rows, max_pages), static.memory, "row_inputs")
     static.staging, static.caches = staging, plan.buffers.caches
     static.limits = plan.buffers.limits
     made_up_inputs(staging, 1)
-    page_tokens = static.limits.page_tokens
+    page_tokens, exchange = static.limits.page_tokens, plan.buffers.exchange
 
     def run(begin: int, end: int) -> None:
         if begin == 0:
+            if exchange is not None:
+                exchange.rewind()
             plan.buffers.step = _step_tensors(staging.tensors, page_tokens)
         for step in plan.steps[begin:end]:
             step.run()

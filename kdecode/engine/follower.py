@@ -45,6 +45,7 @@ def follow(group: Group, directory: Path, engine: EngineConfig) -> None:
     group.tell_ready()
     while (operation := group.receive()) is not None:
         follower.carry_out(operation)
+    follower.runner.close()
 
 
 def lacks_shared(group: Group, engine: EngineConfig) -> bool:

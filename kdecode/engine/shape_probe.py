@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from kdecode.cache.caches import Caches
 from kdecode.config import EngineConfig, ModelConfig
@@ -15,6 +16,7 @@ from kdecode.decode import latency_specialized
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.inspect import PlanCost
 from kdecode.decode.inspect_device import DevicePlanProbe, plan_probe
+from kdecode.decode.plan import DecodePlan
 from kdecode.decode.runner import check_processor, deployment_of, resolve, row_buckets
 from kdecode.decode.tune import Tuned
 from kdecode.engine.preflight import check_description, check_device
@@ -45,19 +47,34 @@ def inspect_shape(
     if engine.device != "cpu":
         config, ranks = share_of(config, num_ranks), ALONE
     packed, caches = _made_up(config, engine, seed, progress, ranks)
-    # One plan, and not all of an engine: on a GPU each would be compiled.
-    if engine.decode_backend == "latency_specialized" and rows in row_buckets(engine):
-        deployment = deployment_of(packed.config, engine, ranks)
-        if not ranks.is_alone:
-            part_bytes = latency_specialized.exchange_bytes(packed.config, ranks.size, rows)
-            deployment = replace(deployment, shared=exchange_alone(ranks, part_bytes))
-        plan = latency_specialized.build(deployment, packed, caches, rows)
-    else:
-        exchange = None if ranks.is_alone else OwnParts(ranks)
-        plan = build_auto_plan(packed, caches, engine, ranks, exchange)
+    exchange = None if ranks.is_alone else OwnParts(ranks)
+    shared = None
+    if not ranks.is_alone and engine.decode_backend == "latency_specialized":
+        part_bytes = latency_specialized.exchange_bytes(packed.config, ranks.size, rows)
+        shared = exchange_alone(ranks, part_bytes)
+    plan = step_plan(packed, caches, engine, rows, ranks, exchange, shared)
     threads = engine.resolved_threads()
     with plan_probe(packed, plan, caches, rows, engine.max_context_tokens, threads) as probe:
         return probe.measure(runs)
+
+
+def step_plan(
+    packed: PackedModel,
+    caches: Caches,
+    engine: EngineConfig,
+    rows: int,
+    ranks: Ranks,
+    exchange: Any,
+    shared: Any,
+) -> DecodePlan:
+    """The plan of one decode step, and not all of an engine's: on a GPU each would be compiled.
+
+    exchange, shared: of several ranks; see `RankLink`.
+    """
+    if engine.decode_backend == "latency_specialized" and rows in row_buckets(engine):
+        deployment = replace(deployment_of(packed.config, engine, ranks), shared=shared)
+        return latency_specialized.build(deployment, packed, caches, rows)
+    return build_auto_plan(packed, caches, engine, ranks, exchange)
 
 
 def tune_shape(

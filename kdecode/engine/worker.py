@@ -72,6 +72,7 @@ class Worker:
         self.draft = draft_config(engine, self.config)
         # The other ranks of the model; None for one that is alone.
         self.leader: Leader | None = None
+        self._end_graphs: Callable[[], None] = lambda: None
         if engine.tensor_parallel_size > 1:
             # Here, because a rank that is alone needs nothing of what processes are made of.
             from kdecode.engine.leader import start_ranks
@@ -129,6 +130,7 @@ class Worker:
             verify_rows(engine),
             None if leader is None else leader.link,
         )
+        self._end_graphs = self.runner.close
         if leader is not None:
             leader.wait_until_built()
         self.speculation: Speculation | None = None
@@ -152,7 +154,11 @@ class Worker:
     def close(self) -> None:
         """Ends the other ranks, if there are any; no step can run after it."""
         if self.leader is not None:
-            self.leader.close()
+            # First: connections cannot end before graphs that have exchanges of them.
+            try:
+                self._end_graphs()
+            finally:
+                self.leader.close()
 
     def cache_identity(self) -> dict[str, Any]:
         """What decides the contents of the caches, beside the caches' own settings."""

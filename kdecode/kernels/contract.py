@@ -95,6 +95,11 @@ class Exchange(Protocol):
         """parts [size, T, w]: what this rank has for each of them -> what each has for this one."""
         ...
 
+    def rewind(self) -> None:
+        """The next exchange is the first of a step. Steps of equal exchanges take equal ways from
+        there on, so that a recording of one can be replayed where any other has just ended."""
+        ...
+
 
 @dataclass(frozen=True)
 class PartBlock:

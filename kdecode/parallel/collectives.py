@@ -140,6 +140,9 @@ class GroupExchange(ABC):
     def swap(self, parts: Tensor) -> Tensor: ...
 
     @abstractmethod
+    def rewind(self) -> None: ...
+
+    @abstractmethod
     def close(self) -> None:
         """Gives the connections back. Waits for what is under way."""
 
@@ -187,6 +190,9 @@ class CollectiveExchange(GroupExchange):
         mine = torch.empty_like(parts)
         self._exchange("alltoall_base", _bytes_of(mine), _bytes_of(parts), [], [])
         return mine
+
+    def rewind(self) -> None:
+        """Collectives take the same way in every step."""
 
     def _added(self, parts: Tensor) -> Tensor:
         """[size, numbers] fp32, added in the order of the ranks, rounded once: bf16 [numbers]."""

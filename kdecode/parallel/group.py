@@ -202,6 +202,11 @@ class Group:
         if self._on_device is not None:
             self._on_device.settle()
 
+    def meet(self) -> None:
+        """What this rank's device is given after it begins once every rank has come as far."""
+        if self._on_device is not None:
+            self._on_device.meet()
+
     def check(self) -> None:
         """Raises RankError where the group is broken: a rank died, failed or stands still."""
         self._monitor.check()

@@ -31,6 +31,8 @@ from kdecode.parallel.ranks import Ranks
 
 # How often it is looked whether a step goes on, at most and as a part of the bound.
 _LOOK_S, _LOOKS = 0.5, 10
+# How long whoever closes a group waits for the abort of its connections.
+_CLOSE_S = 5.0
 
 
 def refuse() -> list[str]:
@@ -107,20 +109,24 @@ class NcclExchange(CollectiveExchange):
         self._launched_at = None
 
     def close(self) -> None:
-        # Not its orderly end, which waits for every other rank to do the same.
-        self._is_over.set()
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        """Also soon: an abort waits for the end of every recording of these connections, whoever
+        has one; see `StepRunner.close`."""
+        abort = self._aborting()
+        abort.join(_CLOSE_S)
 
     def abandon(self) -> None:
         """Kernels that wait for another rank end, soon, with values that mean nothing."""
         # It may take as long as NCCL's own threads do, and whoever found the fault must not.
-        threading.Thread(target=self._abort, name="kdecode-abort", daemon=True).start()
+        self._aborting()
 
-    def _abort(self) -> None:
-        with suppress(RuntimeError):  # it took too long; the process ends without it
-            self.close()
+    def _aborting(self) -> threading.Thread:
+        """A thread that gives the connections up, without their orderly end, which waits for every
+        other rank to do the same."""
+        self._is_over.set()
+        group, self._group = self._group, None
+        thread = threading.Thread(target=_abort, args=(group,), name="kdecode-abort", daemon=True)
+        thread.start()
+        return thread
 
     def _look_after(self) -> None:
         """Finds a step that does not go on although every rank is alive; the host may be stuck in
@@ -140,6 +146,10 @@ class NcclExchange(CollectiveExchange):
         if self._launched_at is not None:
             self._launched_at = time.monotonic()
         super()._exchange(how, *given)
+
+    def meet(self) -> None:
+        """Returns at once; what is launched behind it begins once every rank has come as far."""
+        self.gather(torch.zeros(1, 1, device=self._device))
 
     def hand_out(self, every: Tensor, part: Tensor) -> None:
         """part [bytes] of this rank -> every [size * bytes]."""
@@ -165,6 +175,13 @@ class NcclExchange(CollectiveExchange):
     def _wait(self, work: Any) -> None:
         # Not the host: what is launched after this waits on the device.
         work.block_current_stream()
+
+
+def _abort(group: Any) -> None:
+    """group: None where it was given up before."""
+    with suppress(RuntimeError):  # it took too long; the process ends without it
+        if group is not None:
+            group.abort()
 
 
 class NcclBlocks:

@@ -41,6 +41,9 @@ class OwnParts:
     def swap(self, parts: Tensor) -> Tensor:
         return parts
 
+    def rewind(self) -> None:
+        """Nothing is on its way."""
+
 
 def exchange_alone(ranks: Ranks, part_bytes: int) -> SharedExchange:
     """This rank's end of memory that the others never join, and do not have to.

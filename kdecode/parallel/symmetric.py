@@ -12,11 +12,12 @@ embeds the engine.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -238,9 +239,11 @@ class WatchedMemory:
 
 
 class SymmetricExchange(GroupExchange):
-    """Of tensors on this rank's GPU, through two blocks that take turns. blocks: of plans, too.
+    """Of tensors on this rank's GPU. blocks: of plans, too.
 
-    A step is what is between `begin` and `settle`. No wait on the device takes longer than
+    A step is what is between `begin` and `settle`, and has two exchanges at least. Its first has a
+    block of its own, and two others take turns behind it: so whichever step was before, it has the
+    same blocks, and none twice in a row (`peer_table`). No wait on the device takes longer than
     patience_s, but for those between `wait_for_compilers` and the first step.
     """
 
@@ -262,13 +265,18 @@ class SymmetricExchange(GroupExchange):
         self._given_up = torch.ones(1, dtype=torch.int32, pin_memory=is_pinned)
         self._seen = torch.zeros(fault_words(ranks.size), dtype=torch.int32, pin_memory=is_pinned)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self._rooms = [self.blocks.block(f"values {turn}", _ROOM_BYTES) for turn in range(2)]
+        self._first_room, *self._rooms = (
+            self.blocks.block(f"values {turn}", _ROOM_BYTES) for turn in range(3)
+        )
+        # Of the exchanges to come.
+        self._coming: Iterator[PartBlock] = cycle(self._rooms)
         self._is_closed = self._has_limit = False
         self._limit_waits()
 
     def begin(self) -> None:
         """A step begins. Exchanges that are inside of the steps of plans count as one."""
         self.number += 1
+        self.rewind()
         if not self._has_limit:
             self._limit_waits()
 
@@ -341,6 +349,16 @@ class SymmetricExchange(GroupExchange):
             self._run(self._kernels.take_launch(block, first, each, out, begin, columns))
         return taken
 
+    def rewind(self) -> None:
+        self._coming = chain((self._first_room,), cycle(self._rooms))
+
+    def meet(self) -> None:
+        """Returns at once; what is launched behind it begins once every rank has come as far."""
+        self._watch.check()
+        block, word = self.blocks.block("meeting", 4), self._counter.clone()
+        self._run(self._kernels.give_launch(word, block, self._counter))
+        self._run(self._kernels.take_launch(block, 0, 1, word, 0, 0))
+
     def _every(self, part: Tensor) -> Tensor:
         given = part.contiguous().view(-1)
         taken = given.new_empty(self._ranks.size, given.numel())
@@ -366,14 +384,13 @@ class SymmetricExchange(GroupExchange):
         return room
 
     def _next_room(self) -> PartBlock:
-        """Of two in turn, as `peer_table` wants it. Raises RankError where the group is broken."""
+        """Raises RankError where the group is broken."""
         # First: what gives it up has broken the group before.
         self._watch.check()
         if self._is_closed:
             raise RuntimeError("The group of this exchange is closed.")
         self.number += 1
-        self._rooms.reverse()
-        return self._rooms[0]
+        return next(self._coming)
 
     def _run(self, launch: Any) -> None:
         with torch.cuda.device(self._device):

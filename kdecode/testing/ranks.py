@@ -45,6 +45,9 @@ class ThreadExchange:
         every = self.meeting.exchange(self.ranks.rank, "swap", parts)
         return torch.stack([given[self.ranks.rank] for given in every])
 
+    def rewind(self) -> None:
+        """Every exchange has the same place."""
+
 
 class _Meeting:
     """Where all ranks leave what they give, and take what the others have left."""

@@ -6,6 +6,7 @@ The pool here keeps what it was given and runs it again where a GPU would replay
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -18,7 +19,7 @@ from triton_cases import make_case
 from kdecode.cache.batch import StepBatch
 from kdecode.config import EngineConfig
 from kdecode.decode import auto, latency_specialized, runner, standard_graph
-from kdecode.decode.graph import capture
+from kdecode.decode.graph import GraphPool, capture
 from kdecode.decode.plan import DecodePlan, Step
 from kdecode.decode.runner import load_inputs
 from kdecode.decode.staging import stage_inputs
@@ -112,7 +113,7 @@ def test_recorded_steps_of_the_standard_path_find_their_rows_on_the_device(
     engine = EngineConfig(max_context_tokens=256, page_tokens=PAGE_TOKENS)
     monkeypatch.setattr(auto, "has_triton", lambda device: True)
     plan = auto.build_auto_plan(loaded.packed, ours.theirs, engine)
-    assert standard_graph.can_record(plan)
+    assert standard_graph.waiting_ops(plan) == []
     ranges = [(0, 9), (9, len(plan.steps))]
     pool = Pool(plan.buffers)
     recorded = standard_graph.record(plan, 2, 4, pool, ranges)  # type: ignore[arg-type]
@@ -179,3 +180,27 @@ def test_steps_that_are_not_recorded() -> None:
     ):
         changed = replace(other, **changes)
         assert not standard_graph.takes(StepBatch((request, changed))), changes
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph` without a GPU."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda **settings: self.calls.append(name)
+
+
+def test_a_pool_ends_the_graphs_that_somebody_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    pool = GraphPool()
+    graphs = [pool.record(lambda: None) for _ in range(2)]
+    pool.close()
+    pool.close()
+    for graph in graphs:
+        assert graph.calls == ["capture_begin", "capture_end", "reset"]

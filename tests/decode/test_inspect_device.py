@@ -47,10 +47,10 @@ def _make_up(
     """Graphs by ``record``; each timed run takes the next of ``times``. Returns how many ran."""
     ran: list[int] = []
 
-    def timed(run: Callable[[], None], cold: Any, runs: int) -> float:
+    def timed(run: Callable[[], None], cold: Any, runs: int, meet: Any) -> list[float]:
         run()
         ran.append(runs)
-        return times[len(ran) - 1]
+        return [times[len(ran) - 1]]
 
     monkeypatch.setattr(inspect_device, "GraphPool", lambda: None)
     monkeypatch.setattr(inspect_device, "_COLD_BYTES", 4)
@@ -107,3 +107,83 @@ def test_no_runs_are_refused(llm: LLM) -> None:
         pytest.raises(ValueError, match="0 timed runs"),
     ):
         probe.measure(0)
+
+
+class Driver:
+    """CUDA's, of a graph of a kernel, NCCL's marks of where it is, a copy and a fill."""
+
+    kinds = (0, 7, 6, 1, 5, 2)
+
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self.kinds)
+        for index in range(len(self.kinds) if nodes is not None else 0):
+            nodes[index] = index + 1
+        return 0
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:  # noqa: N802
+        kind._obj.value = self.kinds[node.value - 1]
+        return 0
+
+
+def test_what_only_orders_launches_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = SimpleNamespace(raw_cuda_graph=lambda: 1)
+    monkeypatch.setattr(inspect_device.ctypes, "CDLL", lambda name: Driver())
+    assert inspect_device._num_nodes(graph) == 3
+    monkeypatch.setattr(Driver, "cuGraphNodeGetType", lambda self, node, kind: 400)
+    with pytest.raises(RuntimeError, match="cannot tell the nodes of a graph: error 400"):
+        inspect_device._num_nodes(graph)
+
+
+def test_replays_of_several_ranks_begin_together_and_last_as_long_as_the_slowest(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM
+) -> None:
+    """Its microseconds are the medians of the slowest runs, and a step adds to those."""
+    worker, plan = llm._worker, llm.decode_plan(1)
+    met: list[str] = []
+    now = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            """Everything is done at once."""
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) / 1000
+
+    def record(pool: None, run: Callable[[], None]) -> Any:
+        def replay() -> None:
+            met.append("replay")
+            now[0] += 1.0
+
+        run()
+        return SimpleNamespace(replay=replay, nodes=len(met))
+
+    monkeypatch.setattr(inspect_device, "GraphPool", lambda: None)
+    monkeypatch.setattr(inspect_device, "_COLD_BYTES", 4)
+    monkeypatch.setattr(inspect_device, "_record", record)
+    monkeypatch.setattr(inspect_device, "_num_nodes", lambda graph: 1)
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    asked: list[list[float]] = []
+
+    def slowest(spent: Any) -> list[float]:
+        asked.append([*spent])
+        return [len(asked) + each for each in spent]
+
+    together = inspect_device.Together(
+        lambda: met.append("rewind"), lambda: met.append("meet"), slowest
+    )
+    with DevicePlanProbe(worker.packed, plan, worker.caches, 1, CONTEXT, 1) as probe:
+        probe.together = together
+        cost = probe.measure(3)
+    assert asked == [[1.0] * 3] * len(plan.steps)
+    assert [step.microseconds for step in cost.steps] == [2.0] + [1.0] * (len(plan.steps) - 1)
+    # Once by itself, once for the whole, and for every recording of its beginning.
+    assert met.count("rewind") == 2 + len(plan.steps)
+    replays = [index for index, what in enumerate(met) if what == "replay"]
+    assert len(replays) == 5 * len(plan.steps)
+    assert all(met[index - 1] == "meet" for index in replays)

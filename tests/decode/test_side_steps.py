@@ -25,6 +25,7 @@ from kdecode.cache.batch import StepBatch
 from kdecode.cache.caches import Caches
 from kdecode.cli import main
 from kdecode.commands import bench_layer
+from kdecode.commands.bench_shape import shape_config
 from kdecode.config import ConfigError, EngineConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.graph import capture
@@ -241,12 +242,12 @@ def _bench_arguments(*more: str) -> argparse.Namespace:
 
 def test_the_bench_tells_each_backend_what_it_can_be_told() -> None:
     args = _bench_arguments("--weight-prefetch", "l2", "--shared-experts", "stream")
-    plain = bench_layer._shape_config(args, "auto", 2)
+    plain = shape_config(args, "auto", 2)
     assert (plain.weight_prefetch, plain.shared_experts) == ("off", "inside")
-    ours = bench_layer._shape_config(args, "latency_specialized", 2)
+    ours = shape_config(args, "latency_specialized", 2)
     assert (ours.weight_prefetch, ours.shared_experts) == ("l2", "stream")
     with pytest.raises(ConfigError, match="decode_backend 'auto'"):
-        bench_layer._shape_config(args, "auto", 1)
+        shape_config(args, "auto", 1)
     # A step that is over while others run adds nothing to the graph of those before it.
     step = StepCost(1, "prefetch", "triton", (), 0.0, 0.0, 0, None, 1)
     assert bench_layer._step_row(step, 1e12)[4:6] == ("-", "-")

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rank_follow import commit
+
 from kdecode.config import EngineConfig
+from kdecode.decode import runner
 from kdecode.decode.runner import StepRunner
 from kdecode.engine.follower import follow
 from kdecode.engine.operations import describe
@@ -44,6 +47,25 @@ def follow_until(fault: Fault, group: Group, directory: Path, engine: EngineConf
     follow(group, directory, engine)
 
 
+def follow_until_recorded(kind: str, group: Group, directory: Path, engine: EngineConfig) -> None:
+    """A follower that has the fault while its standard steps are recorded."""
+    arm_recording(kind)
+    follow(group, directory, engine)
+
+
+def arm_recording(kind: str) -> None:
+    """This process has the fault when it comes to the second number of rows that is recorded."""
+    record, recorded = runner.record, []
+
+    def faulty(*args: Any) -> Any:
+        if recorded:
+            commit(kind)
+        recorded.append(args)
+        return record(*args)
+
+    runner.record = faulty
+
+
 def arm(fault: Fault) -> None:
     """This process has the fault in its first step of that phase, half way through the layers."""
     run, launch = StepRunner._run, StepRunner._launch
@@ -56,7 +78,8 @@ def arm(fault: Fault) -> None:
 
     def faulty_launch(self: StepRunner, plan: Any) -> None:
         if is_due and fault.kind != "diverge":
-            plan.run_range(0, len(plan.steps) // 2)
+            if plan.launched_as != "CUDA graphs":  # which have no half
+                plan.run_range(0, len(plan.steps) // 2)
             fault.happens()
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         launch(self, plan)

@@ -81,7 +81,7 @@ def _carry_out_on_gpu(group: Group, name: str, *args: Any) -> torch.Tensor | Non
             if rank == faulty and number == 5:
                 commit(fault)
             group.begin()
-            exchange.reduce(part)
+            exchange.reduce(exchange.reduce(part).float())
             group.settle()
         return None
     elif name == "fault while all make a block":
