@@ -3,28 +3,36 @@
 In pytest's process Triton may be the interpreter, which has no compiler. Arguments: the folder of
 kept results, then cases as ``ARCH/SIZE/ROWS/ROWS-OF-A-REQUEST``, with ``/ranks`` behind it for the
 plan of one of so many ranks, ``/ranks/nccl`` where they exchange values through NCCL, ``/sides``
-for one with launches beside its stream, ``/scaled`` for one with scaled products of experts. Prints
-one JSON document.
+for one with launches beside its stream, ``/scaled`` for the kernels of a plan that have scaled
+products of experts. Prints one JSON document.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import triton
 from released import kimi_k3
+from triton.backends.compiler import GPUTarget
 
 from kdecode.config import EngineConfig, ExpertProducts, GpuExchange, GpuKernels, ModelConfig
 from kdecode.decode.latency_cuda import launches
 from kdecode.decode.launches import LaunchLine, launch_lines, tile_text
 from kdecode.decode.plan import DecodePlan
 from kdecode.engine.describe import describe_launches
-from kdecode.kernels.common.triton_compile import compile_all, compile_job
+from kdecode.kernels.common.triton_compile import (
+    CompileJob,
+    compile_all,
+    compile_job,
+    source_of,
+)
 from kdecode.model.rank_share import share_of
 from kdecode.parallel.ranks import ALONE, Ranks
 
@@ -62,17 +70,12 @@ def share_plan(
 
 def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     """A line a case and kernel with one tile: the most that any of its launches takes."""
-    plans = {case: plan_of(case) for case in cases}
-    jobs = {
-        case: [compile_job(launch, case.split("/")[0]) for launch in launches(plan)]
-        for case, plan in plans.items()
-    }
-    processes = len(os.sched_getaffinity(0))
-    found = compile_all([job for each in jobs.values() for job in each], folder, processes)
+    launched = {case: _launched(case) for case in cases}
+    jobs = [job for each in launched.values() for _, job in each]
+    found = compile_all(jobs, folder, len(os.sched_getaffinity(0)))
     most: dict[tuple[str, ...], dict[str, int]] = {}
-    for case, plan in plans.items():
-        launched = [line for line in launch_lines(plan) if line.is_launch]
-        for line, job in zip(launched, jobs[case], strict=True):
+    for case, each in launched.items():
+        for line, job in each:
             taken = most.setdefault((case, *_name(line)), {})
             for name, value in vars(found[job]).items():
                 taken[name] = max(value, taken.get(name, 0))
@@ -81,7 +84,28 @@ def report(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def plan_of(case: str) -> DecodePlan:
+def _launched(case: str) -> list[tuple[LaunchLine, CompileJob]]:
+    plan, arch = _plan_of(case), case.split("/")[0]
+    lines = [line for line in launch_lines(plan) if line.is_launch]
+    return [
+        (line, compile_job(launch, arch))
+        for line, launch in zip(lines, launches(plan), strict=True)
+        if not case.endswith("/scaled") or launch.constants.get("IS_SCALED")
+    ]
+
+
+def instructions(cases: list[str], pattern: re.Pattern[str]) -> dict[str, dict[str, int]]:
+    """How often what a pattern finds is in the PTX of each kernel of the cases."""
+    found = {}
+    for job in dict.fromkeys(job for case in cases for _, job in _launched(case)):
+        target = GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32)
+        compiled = triton.compile(source_of(job), target=target, options=dict(job.options))
+        counts = Counter(pattern.findall(compiled.asm["ptx"]))
+        found[f"{job.arch} {job.kernel} {dict(job.constants)}"] = dict(counts)
+    return found
+
+
+def _plan_of(case: str) -> DecodePlan:
     arch, size, rows, each, *form = case.split("/")
     sizes = int(size), int(rows), int(each)
     return share_plan(
