@@ -58,7 +58,8 @@ class CudaDraft:
     """A `DraftForward`. Blocks have ``num_drafts`` rows a request; deployment: the target's.
 
     pool: of the graphs; None for launches one by one. The caches have to be free while graphs are
-    recorded.
+    recorded. stack: the draft's layers as a model; caches: its rows as pages; num_steps: of a plan
+    up to its logits.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CudaDraft:
             for count in CONTEXT_ROWS
         }
         plan = self._plans[1]
-        # Of each plan the steps of the block; the choices are behind them.
+        # The choices are behind them, in a plan of any number of requests.
         self.num_steps = len(plan.steps) - draft_cuda.num_choices(plan)
         self._has_confidence = "draft_confidence" in plan.buffers
         if pool is not None:

@@ -22,7 +22,9 @@ from kdecode.decode import inspect_device
 from kdecode.decode.draft_device import CudaDraft
 from kdecode.decode.draft_standard import StandardDraft
 from kdecode.decode.inspect_draft import DraftCost, inspect_draft
+from kdecode.decode.traffic import stage_weight_bytes
 from kdecode.model.draft_layout import pack_draft
+from kdecode.model.stages import layer_stages
 
 CONTEXT = 40
 LAYERS = 2
@@ -105,6 +107,11 @@ def test_a_round_costs_what_its_launches_add(
     assert cost.markov_bytes > NUM_DRAFTS * config.vocab_size * config.markov_rank * 2
     cached = 2 * sum(config.cache_width * config.hidden_size for _ in weights.layers)
     assert cost.append_bytes == cached + len(config.taps) * config.hidden_size**2 * 2
+    for layer, kind in enumerate(weights.config.layer_kinds):
+        assert kind == ("gqa" if is_grouped else "mla")
+        stages = layer_stages(weights.config, layer)
+        moved = sum(step.weight_bytes for step in cost.plan.steps if step.layer == layer)
+        assert moved == sum(stage_weight_bytes(weights, layer, stage) for stage in stages)
     assert caches.page_pool.num_free == caches.num_pages
     text = title(cost.plan, EngineConfig())
     assert f"{NUM_DRAFTS} rows, {NUM_DRAFTS} a request, {CONTEXT} tokens of context" in text

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from released import kimi_k3
 from torch import Tensor
 
 from kdecode.config import ModelConfig
+from kdecode.config_draft import DraftConfig, DraftKind
 from kdecode.engine.worker import packed_bytes
 from kdecode.kernels.common.expert_stack import ExpertStack
+from kdecode.model.draft_synthesis import make_draft
+from kdecode.model.draft_tiles import (
+    outline_draft_plan,
+    outline_draft_weights,
+    pack_draft_plan,
+)
+from kdecode.model.draft_weights import load_draft
 from kdecode.model.layout import TrunkFormat, pack_model, to_device
 from kdecode.model.outline import outline_bytes, outline_model
 from kdecode.model.weights import CheckpointReader
@@ -80,3 +88,25 @@ def test_outline_of_the_release_allocates_nothing() -> None:
     assert outline.embed.device.type == "meta"
     # The checkpoint's language model has 1,560.0e9 bytes; packing pads and widens vectors only.
     assert 1.559e12 < outline_bytes(outline) < 1.561e12
+
+
+@pytest.mark.parametrize("kind", get_args(DraftKind))
+def test_outline_of_a_draft(tmp_path: Path, kind: DraftKind) -> None:
+    """Of every layout, as plans of a GPU have it; those with latent attention in tiles, too."""
+    make_draft(tmp_path / "draft", "mini", kind, seed=0)
+    config = DraftConfig.from_checkpoint(tmp_path / "draft")
+    p = load_draft(tmp_path / "draft", config)
+    packed = pack_draft_plan(p, config, "rows", None)
+    stack = outline_draft_plan(config, "rows")
+    assert _shapes(stack.layers) == _shapes(packed.layers)
+    around, own = (
+        replace(weights, embed=None, head=None)
+        for weights in (outline_draft_weights(config, stack), packed)
+    )
+    assert _shapes(around) == _shapes(own)
+    if kind in ("inferact", "lightseek"):
+        tiles = pack_draft_plan(p, config, "tiles", None)
+        assert _shapes(outline_draft_plan(config, "tiles").layers) == _shapes(tiles.layers)
+        return
+    with pytest.raises(ValueError, match="are packed in rows; tiles was asked for"):
+        pack_draft_plan(p, config, "tiles", None)
