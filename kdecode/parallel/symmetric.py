@@ -28,6 +28,8 @@ from kdecode.kernels.common.peer_table import (
     GIVEN_UP,
     LATE,
     LIMIT,
+    MOST_RANKS,
+    MOST_WAITING,
     PeerTable,
     fault_words,
 )
@@ -48,7 +50,6 @@ from kdecode.parallel.symmetric_memory import (
 _NO_LIMIT_MS = 2**31 - 1
 # A row of flags, and then the block.
 _FLAG_BYTES = 512
-_MOST_RANKS = _FLAG_BYTES // 4
 # Of a rank's part in an exchange of the standard forward; larger ones are exchanged in turns.
 _ROOM_BYTES = 32 << 20
 # torch's name of the memory that CUDA's driver shares, and not a library beside it.
@@ -68,9 +69,9 @@ def refuse(devices: Sequence[int], *, is_one_host: bool) -> list[str]:
             "Symmetric memory is of the GPUs of one host, and the ranks are on several; set "
             "gpu_exchange to 'nccl'."
         )
-    if len(devices) > _MOST_RANKS:
+    if len(devices) > MOST_RANKS:
         reasons.append(
-            f"Symmetric memory is for up to {_MOST_RANKS} ranks; there are {len(devices)}."
+            f"Symmetric memory is for up to {MOST_RANKS} ranks; there are {len(devices)}."
         )
     if find_spec("triton") is None:
         reasons.append(
@@ -92,13 +93,25 @@ def refuse(devices: Sequence[int], *, is_one_host: bool) -> list[str]:
     ]
     if not reasons:
         reasons = [
-            f"The atomic operations of cuda:{one} do not reach the memory of cuda:{other}, and "
-            "ranks that share memory signal each other with them; set gpu_exchange to 'nccl'."
+            f"The atomic operations of cuda:{one} do not reach the memory of cuda:{other}; over "
+            "such a link nothing orders the signals of ranks that share memory. Set gpu_exchange "
+            "to 'nccl'."
             for one in devices
             for other in devices
             if one != other and not _has_atomics(one, other)
         ]
+    reasons += [
+        f"Ranks that share memory take GPUs of more than {MOST_WAITING} multiprocessors, since so "
+        f"many programs of a launch may wait for others of it; cuda:{device} has {number} for this "
+        "process. Set gpu_exchange to 'nccl'."
+        for device in devices
+        if (number := _multiprocessors(device)) <= MOST_WAITING
+    ]
     return reasons
+
+
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _has_atomics(one: int, other: int) -> bool:

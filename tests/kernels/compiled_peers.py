@@ -1,20 +1,31 @@
 """Compiles the standard forward's exchanges through symmetric memory, in a process of its own.
 
 In pytest's process Triton may be the interpreter, which has no compiler. Argument: the folder of
-kept results. Prints one JSON document: by architecture, of each kernel what a program takes.
+kept results. Prints one JSON document: by architecture, of each kernel what a program takes, and as
+what a launch that waits, adds and signals is compiled: PTX and machine code.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
 from kdecode.kernels.common.peer_table import table_words
-from kdecode.kernels.common.triton_compile import SHARED_LIMITS, compile_all, compile_job
+from kdecode.kernels.common.triton_compile import (
+    SHARED_LIMITS,
+    CompileJob,
+    compile_all,
+    compile_job,
+    source_of,
+)
 from kdecode.kernels.common.triton_launch import Launch
 from kdecode.kernels.common.triton_peer_exchange import (
     give_launch,
@@ -52,5 +63,22 @@ def report(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def code() -> dict[str, dict[str, str]]:
+    """Of eight ranks."""
+    *_, launch = launches(8)
+    return {arch: _compiled(compile_job(launch, arch)) for arch in SHARED_LIMITS}
+
+
+def _compiled(job: CompileJob) -> dict[str, str]:
+    target = GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32)
+    assembled = triton.compile(source_of(job), target=target, options=dict(job.options)).asm
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(assembled["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {"ptx": assembled["ptx"], "machine": run.stdout}
+
+
 if __name__ == "__main__":
-    print(json.dumps(report(Path(sys.argv[1]))))
+    print(json.dumps({"taken": report(Path(sys.argv[1])), "code": code()}))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -20,7 +21,8 @@ from torch import Tensor
 from triton_cases import DEVICE
 
 from kdecode.config import environment
-from kdecode.kernels.common.peer_table import GIVEN_UP, LATE
+from kdecode.kernels.common.peer_table import GIVEN_UP, LATE, MOST_WAITING
+from kdecode.kernels.common.triton_launch import ROW_BLOCKS
 from kdecode.kernels.common.triton_peer_exchange import (
     give_launch,
     hand_on_launch,
@@ -188,16 +190,72 @@ def test_a_block_that_is_outgrown_works_on() -> None:
         assert ranks.late(rank) is None
 
 
-def test_the_exchanges_of_the_standard_forward_compile_for_every_architecture() -> None:
-    """And spill nothing."""
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """What `compiled_peers.py` prints."""
     script = Path(__file__).with_name("compiled_peers.py")
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folder = environment().cache_dir / "compiled"
     command = [sys.executable, str(script), str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, env=compiling)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert set(found) == {"sm_90", "sm_100", "sm_103"}
-    for kernels in found.values():
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def test_the_exchanges_of_the_standard_forward_compile_for_every_architecture(
+    compiled: dict[str, Any],
+) -> None:
+    """And spill nothing."""
+    assert set(compiled["taken"]) == {"sm_90", "sm_100", "sm_103"}
+    for kernels in compiled["taken"].values():
         assert len(kernels) == 2 * 5
         assert {kernel["stack_bytes"] for kernel in kernels} == {0}
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103"])
+def test_a_signal_is_a_store_and_nobody_waits_for_it(compiled: dict[str, Any], arch: str) -> None:
+    """In a launch that waits for eight ranks, adds their parts and signals all of them."""
+    code = compiled["code"][arch]
+    ptx = re.sub(r"//.*", "", code["ptx"])
+    atomics = re.findall(r"\b(?:atom|red)\.\S+", ptx)
+    assert atomics
+    assert not [atomic for atomic in atomics if ".sys" in atomic]
+    assert ptx.count("st.release.sys") == 1
+    # Atomic operations and stores at system scope: of the signal, and of a wait in vain.
+    assert not re.search(r"\b(?:ATOM|RED)\S*\.SYS", code["machine"])
+    assert len(re.findall(r"\bSTG\.\S*STRONG\.SYS", code["machine"])) == 3
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103"])
+def test_one_thread_a_rank_polls_and_barriers_pass_the_order_on(
+    compiled: dict[str, Any], arch: str
+) -> None:
+    code = compiled["code"][arch]
+    ptx = re.sub(r"//.*", "", code["ptx"])
+    poll, signal = ptx.index("ld.acquire.sys"), ptx.index("st.release.sys")
+    # One place in the code each, which only the first eight threads come to.
+    assert ptx.count("ld.acquire.sys") == 1
+    assert len(re.findall(r"\bLDG\.\S*STRONG\.SYS", code["machine"])) == 2
+    for place in (poll, signal):
+        guard = ptx[ptx.rindex("%tid.x", 0, place) : place]
+        found = re.search(r"setp\.ge\.u32 \w+, peer, (%r\d+);\s+@\w+ bra done;", guard)
+        assert found is not None
+        assert re.findall(rf"mov\.\w+\s+{found[1]}, (\w+);", ptx) == ["8"]
+    # Parts are read behind the barrier that is behind the poll, and never as what does not change.
+    behind = ptx.index("bar", poll)
+    reads = [found.start() for found in re.finditer(r"@%p\d+ ld\.global", ptx)]
+    assert reads
+    assert min(reads) > behind
+    assert "ld.global.nc" not in ptx
+    # Sums are stored, then come the arrival and two barriers around it, and then the signal.
+    stored = ptx.rindex("st.global.b16", 0, signal)
+    arrived = ptx.index("atom.", stored)
+    assert "bar" in ptx[stored:arrived]
+    assert "acq_rel" in ptx[arrived : ptx.index("\n", arrived)]
+    assert "bar" in ptx[arrived:signal]
+
+
+def test_no_plan_has_more_programs_that_wait_for_others_than_a_gpu_has_room_for() -> None:
+    """One a row, at most."""
+    assert ROW_BLOCKS[-1] <= MOST_WAITING

@@ -237,18 +237,20 @@ def test_a_rank_that_is_lost_in_a_step_is_named(
 def test_the_reasons_against_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("no symmetric memory of CUDA" in reason for reason in _refused())
     monkeypatch.setattr(symmetric, "_is_in_torch", lambda: True)
+    monkeypatch.setattr(symmetric, "_multiprocessors", lambda device: 65)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     monkeypatch.setattr(symmetric, "_has_atomics", lambda one, other: True)
     assert _refused() == []
     (reason,) = symmetric.refuse(range(4), is_one_host=False)
     assert "the ranks are on several; set gpu_exchange to 'nccl'" in reason
-    (reason,) = symmetric.refuse(range(129), is_one_host=True)
-    assert "up to 128 ranks; there are 129" in reason
+    (reason,) = symmetric.refuse(range(33), is_one_host=True)
+    assert "up to 32 ranks; there are 33" in reason
     monkeypatch.setattr(symmetric, "find_spec", lambda name: None)
     (reason,) = _refused()
     assert "Triton is not installed here" in reason
     monkeypatch.undo()
     monkeypatch.setattr(symmetric, "_is_in_torch", lambda: True)
+    monkeypatch.setattr(symmetric, "_multiprocessors", lambda device: 65)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one + other != 4)
     (reason,) = _refused()
     assert "cuda:1 cannot read the memory of cuda:3" in reason
@@ -256,6 +258,11 @@ def test_the_reasons_against_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
     (reason,) = _refused()
     assert "atomic operations of cuda:2 do not reach the memory of cuda:1" in reason
+    monkeypatch.setattr(symmetric, "_has_atomics", lambda one, other: True)
+    monkeypatch.setattr(symmetric, "_multiprocessors", lambda device: 65 - device // 3)
+    (reason,) = _refused()
+    assert "more than 64 multiprocessors" in reason
+    assert "cuda:3 has 64 for this process" in reason
 
 
 class FakeDriver:

@@ -21,6 +21,11 @@ EPOCH, FAULT, RANK, PLACE = 0, 1, 2, 3
 _MORE = 4
 # Words of what `FAULT` leads to, before a word for each rank.
 LIMIT, GIVEN_UP, LATE = 0, 1, 2
+# A thread of a warp for each (`triton_peers.py`), and more than the GPUs of any host.
+MOST_RANKS = 32
+# How many programs of a launch may wait for others of it: those run then if a GPU has room for one
+# more, which is not fewer than it has multiprocessors.
+MOST_WAITING = 64
 
 
 @dataclass(frozen=True)

@@ -199,8 +199,8 @@ def _choose_behind(
     this rank's parts. With SELECT the last of them chooses for all rows, else each of the programs
     behind PRODUCTS for one.
 
-    Those wait for other programs of their own launch. They are as many as rows, and any GPU has
-    room for more than 64 programs, so that the others always run.
+    Those wait for other programs of their own launch. They are as many as rows, and ranks signal
+    each other on GPUs with room for more (`peer_table.MOST_WAITING`), so that the others run.
     """
     if block < PARTS:
         if is_last_arrival(counters, PARTS):
