@@ -40,13 +40,13 @@ RANKED_LAUNCHES = {"KDA + dense": 7, "KDA + MoE": 10, "MLA + MoE": 13}
 EXCHANGES = {"KDA + dense": 2, "KDA + MoE": 4, "MLA + MoE": 4}
 # The quick part of what is compiled; the slow part has every size, architecture and number of rows.
 QUICK = ("sm_103/16/1/1", "sm_103/16/8/8")
-RANKED = ("sm_103/16/1/1/ranks", "sm_103/16/8/8/ranks")
+RANKED = ("sm_103/16/1/1/ranks", "sm_103/16/8/8/ranks", "sm_103/16/1/1/ranks/nccl")
 ALL = tuple(
     f"{arch}/{size}/{rows}/{each}{ranks}"
     for arch in SHARED_LIMITS
     for size in SIZES
     for rows, each in ((1, 1), (2, 1), (4, 1), (8, 8), (64, 1))
-    for ranks in ("", "/ranks")
+    for ranks in ("", "/ranks", "/ranks/nccl")
 )
 # Why a kernel spills registers, by name; without a reason none may.
 SPILLS = {
@@ -221,7 +221,7 @@ def _check_resources(found: dict[str, Any]) -> None:
         assert line["stack_bytes"] == 0 or line["kernel"] in SPILLS, line
     committed = set(_committed_rows())
     cases = {row[2] for row in committed}
-    assert set(QUICK) <= cases
+    assert {*QUICK, *RANKED} <= cases
     if _title(found) == RESOURCES.read_text(encoding="utf-8").splitlines()[0]:
         ours = {row for row in _rows(found) if row[2] in cases}
         assert ours <= committed, f"If it is meant: {UPDATE} -m slow"
