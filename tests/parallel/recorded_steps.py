@@ -18,7 +18,7 @@ from cuda_cases import CONFIGS, decode_batch
 from engine_faults import arm_recording
 from native_cases import PAGE_TOKENS
 from pretend_device import pretend_cuda
-from pretended_graphs import GRAPH_PATCHES, become_recording
+from pretended_graphs import GRAPH_PATCHES, Tape, become_recording
 from rank_cuts import divisible, rank_case
 from torch import Tensor
 from triton_cases import make_case
@@ -93,11 +93,14 @@ def run_both(group: Group, runner: StepRunner, contexts: list[int]) -> Tensor:
     link = runner._link
     assert link is not None
     plan = auto.build_auto_plan(runner._packed, twins, runner.engine, group.ranks, link.exchange)
+    first = len(Tape.given)
     with link.around_step(batch):
         launched = auto.run_standard(plan, batch)
     before = runner.stats.recorded_steps
     replayed = runner.run(batch)
     assert torch.equal(replayed, launched), "A replay has other logits than launches."
+    blocks, count = Tape.given[first:], (len(Tape.given) - first) // 2
+    assert blocks[:count] == blocks[count:], "A replay goes through other blocks than launches."
     for layer, states in twins.recurrent.items():
         assert torch.equal(caches.recurrent[layer], states), f"state of layer {layer}"
     for layer, pages in twins.pages.items():
