@@ -65,14 +65,14 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
         "-tp",
         type=positive,
         metavar="N",
-        help="ranks, of which what they have is counted; with --device cuda all are timed, a GPU "
-        "each, else one alone; default: 1",
+        help="ranks: with --device cuda all are timed together, a GPU each, else one's share "
+        "alone; what all of them have is counted; default: 1",
     )
     shape.add_argument(
         "--rank-share",
         type=positive,
         metavar="N",
-        help="the same, and one's share is timed alone, on one GPU, too",
+        help="ranks, of which one's share is timed alone, also on a GPU",
     )
     shape.add_argument("--rank", type=int, help="of a share: whose random weights; default: 0")
     shape.add_argument(
