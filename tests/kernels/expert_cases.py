@@ -34,10 +34,13 @@ _COLUMNS = 64
 
 
 def wide_tiles(prepare: Callable[[], Any]) -> Any:
-    """What ``prepare`` returns with blocks of at least `_COLUMNS` columns."""
+    """What ``prepare`` returns with blocks of `_COLUMNS` columns, but for scaled products."""
     with recording() as asked:
         prepare()
-    tiles = {key: replace(tile, block_n=max(_COLUMNS, tile.block_n)) for key, tile in asked.items()}
+    tiles = {
+        key: tile if "scaled" in key.shape else replace(tile, block_n=_COLUMNS)
+        for key, tile in asked.items()
+    }
     with forced(tiles):
         return prepare()
 
