@@ -16,7 +16,8 @@ from kdecode.decode import draft_specialized, latency_specialized
 from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.latency_specialized import Deployment
 from kdecode.decode.plan import DecodePlan, cannot_run
-from kdecode.decode.runner import deployment_of, plan_sizes, resolve, row_buckets
+from kdecode.decode.runner import deployment_of, resolve
+from kdecode.decode.served_steps import plan_sizes, row_buckets
 from kdecode.engine.preflight import check_context, check_description
 from kdecode.engine.rank import trunk_format
 from kdecode.model.layout import TrunkFormat, mxfp4_format

@@ -17,7 +17,8 @@ from kdecode.decode.auto import build_auto_plan
 from kdecode.decode.inspect import PlanCost
 from kdecode.decode.inspect_device import DevicePlanProbe, plan_probe
 from kdecode.decode.plan import DecodePlan
-from kdecode.decode.runner import check_processor, deployment_of, resolve, row_buckets
+from kdecode.decode.runner import check_processor, deployment_of, resolve
+from kdecode.decode.served_steps import row_buckets
 from kdecode.decode.tune import Tuned
 from kdecode.engine.preflight import check_description, check_device
 from kdecode.engine.rank import allocate_caches, trunk_format

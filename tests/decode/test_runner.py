@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kdecode.cache.batch import StepBatch, StepRequest
-from kdecode.decode.runner import STANDARD, StepStats, decline_reason
+from kdecode.decode.runner import STANDARD, StepStats
+from kdecode.decode.served_steps import decline_reason
 
 
 def _request(tokens: int, *, is_decode: bool, start: int = 5, logits: bool = True) -> StepRequest:

@@ -43,7 +43,7 @@ from kdecode.parallel.ranks import RankError
 from kdecode.parallel.symmetric_memory import CountedFromZero
 
 pytestmark = pytest.mark.interpreter
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 PROMPT, TEXT = (11, 29, 3, 47, 5), (31, 8)
 
 
@@ -107,7 +107,7 @@ def test_ranks_exchange_what_they_exchange_over_gloo(gpu: None, size: int) -> No
 def test_a_rank_that_is_lost_while_others_wait_in_memory_is_named(
     gpu: None, fault: str, words: str
 ) -> None:
-    with ranks(3, timeout_s=1.0) as group:
+    with ranks(3, timeout_s=3.0) as group:
         begin = time.monotonic()
         with pytest.raises(RankError, match="Rank 1 of 3") as raised:
             carried_out(group, "fault while all exchange on the GPU", 1, fault)
@@ -117,10 +117,10 @@ def test_a_rank_that_is_lost_while_others_wait_in_memory_is_named(
 
 def test_a_rank_that_is_alive_and_does_not_come_is_named(gpu: None) -> None:
     """By the bound of the wait on the device: nothing else is wrong."""
-    with ranks(3, timeout_s=0.5) as group, pytest.raises(RankError) as raised:
+    with ranks(3, timeout_s=1.0) as group, pytest.raises(RankError) as raised:
         carried_out(group, "all but one exchange on the GPU", 2)
     assert raised.value.rank == 2
-    assert "did not come within 6 s while rank" in raised.value.what
+    assert "did not come within 12 s while rank" in raised.value.what
     assert "waited for it in the exchange of values" in raised.value.what
 
 
@@ -132,15 +132,15 @@ def test_a_rank_that_is_lost_in_the_first_exchange_is_named(gpu: None) -> None:
         ranks(3, follow=follow_to_first_exchange, args=(1, "kill"), timeout_s=5.0),
     ):
         pass
-    assert time.monotonic() - begin < 5 * LIMIT_S
+    assert time.monotonic() - begin < LIMIT_S
 
 
 def test_a_rank_that_does_not_come_to_the_first_exchange_is_named(gpu: None) -> None:
     with (
         pytest.raises(
-            RankError, match=r"Rank 2 of 3 \(process \d+\) did not come within 6 s while rank"
+            RankError, match=r"Rank 2 of 3 \(process \d+\) did not come within 12 s while rank"
         ),
-        ranks(3, follow=follow_to_first_exchange, args=(2, "away"), timeout_s=0.5),
+        ranks(3, follow=follow_to_first_exchange, args=(2, "away"), timeout_s=1.0),
     ):
         pass
 
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_come_to_the_first_exchange_is_named(gpu: None) -> 
 def test_a_rank_that_is_lost_while_others_make_a_block_is_named(
     gpu: None, fault: str, words: str
 ) -> None:
-    with ranks(3, timeout_s=1.0) as group:
+    with ranks(3, timeout_s=3.0) as group:
         begin = time.monotonic()
         with pytest.raises(RankError, match=f"Rank 1 of 3.*{words}"):
             carried_out(group, "fault while all make a block on the GPU", 1, fault)
