@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         plan,
         serve,
     )
-    from kdecode.commands.common import HelpFormatter
+    from kdecode.commands.help_format import HelpFormatter
 
     parser = argparse.ArgumentParser(
         prog="kdecode",

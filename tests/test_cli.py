@@ -550,7 +550,7 @@ def test_make_checkpoint_refuses_a_directory_that_has_one(
         (["check", "MODEL", "--cache-dtype", "fp8", "--cache-scale", "nan"], "cache_scale is nan"),
         (["compare", "MODEL", "--blocks", "1"], "blocks is 1; an interval needs at least 2"),
         (["compare", "MODEL", "--warmup-runs", "3", "2"], "warmup_runs is (3, 2)"),
-        (["compare", "MODEL", "--output-tokens", "1"], "max_tokens is 1"),
+        (["compare", "MODEL", "--output-tokens", "1"], "Output tokens are 1"),
         (["sing"], "invalid choice: 'sing'"),
         ([], "COMMAND"),
     ],
@@ -613,7 +613,9 @@ def test_help_says_each_default_once() -> None:
         assert option.count("default:") <= 1, option
         assert "default: None" not in option
         assert "default: False" not in option
-    assert any("(default: 127.0.0.1)" in option for option in options)
+        assert not re.search(r"default: [\[({]", option), option
+    for told in ("(default: 127.0.0.1)", "--top-p TOP_P (default: 1.0)", "(default: 3 10)"):
+        assert any(told in " ".join(option.split()) for option in options), told
 
 
 def test_help_needs_no_torch() -> None:

@@ -73,7 +73,7 @@ class CompareSettings:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
-            raise ValueError(f"max_tokens is {self.max_tokens}; decode speed needs at least 2.")
+            raise ValueError(f"Output tokens are {self.max_tokens}; decode speed needs at least 2.")
         if self.blocks < 2:
             raise ValueError(f"blocks is {self.blocks}; an interval needs at least 2.")
         if not 0 <= self.warmup_runs[0] <= self.warmup_runs[1]:

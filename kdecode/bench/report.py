@@ -16,8 +16,8 @@ from kdecode.bench.machine import Machine
 from kdecode.bench.metrics import FORMULAS, SPECIALIZED, STANDARD, ArmSummary, Spread
 from kdecode.bench.statistics import RatioEstimate
 from kdecode.bench.tables import columns, estimate_text, legend, plain, rate, spread_text
-from kdecode.bench.verdicts import COMPARED_SETTING, MIN_COVERAGE
-from kdecode.bench.wording import counted
+from kdecode.bench.verdicts import COMPARED_SETTING, MIN_COVERAGE, flatten
+from kdecode.bench.wording import counted, ranks_text
 
 SCHEMA_VERSION = 1
 RECOMMENDED_BLOCKS = 6
@@ -70,8 +70,7 @@ def _header(comparison: Comparison, machine: Machine) -> list[str]:
     settings = comparison.settings
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     used = [
-        f"{name}: {config[COMPARED_SETTING]}, threads {config.get('threads', 'not reported')}, "
-        f"isa {config.get('isa', 'not reported')}"
+        f"{name}: {_configured(dict(flatten(config)))}"
         for name, config in zip(comparison.arm_names, comparison.configs, strict=True)
     ]
     warmups = "; ".join(
@@ -90,6 +89,20 @@ def _header(comparison: Comparison, machine: Machine) -> list[str]:
         f"{_speculation(comparison)}, prompts sha256 {comparison.prompts_sha256[:12]}",
         f"warm-up (discarded): {warmups}",
     ]
+
+
+def _configured(config: Mapping[str, Any]) -> str:
+    """What decides speed, of a resolved configuration by dotted name; `to_json` has all of it."""
+    told = [
+        f"{label} {config.get(name, 'not reported')}"
+        for label, name in (
+            ("device", "device"),
+            ("threads", "threads"),
+            ("isa", "isa"),
+            ("latent cache", "cache.dtype"),
+        )
+    ]
+    return ", ".join([str(config[COMPARED_SETTING]), *told]) + ranks_text(config)
 
 
 def _speculation(comparison: Comparison) -> str:
@@ -127,8 +140,10 @@ def _measured_table(comparison: Comparison, machine: Machine) -> list[str]:
         row("request latency P50 / P90", "e2e", spread(lambda s: s.e2e_s)),
         row("output throughput, with prefill", "output_tps", lambda s: rate(s.output_tps)),
     ]
+    ranks = max(config.get("tensor_parallel_size", 1) for config in comparison.configs)
+    whose = "the process" if ranks == 1 else "rank 0"
     peak = (
-        f"peak resident memory of the process (both arms together): "
+        f"peak resident memory of {whose} (both arms together): "
         f"{machine.peak_rss_bytes / 2**20:.0f} MiB"
     )
     return [*columns(rows), peak]

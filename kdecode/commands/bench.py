@@ -16,7 +16,6 @@ from kdecode.commands import (
     bench_tune,
 )
 from kdecode.commands.common import (
-    HelpFormatter,
     InputError,
     add_engine_arguments,
     add_model_argument,
@@ -24,6 +23,7 @@ from kdecode.commands.common import (
     table,
     write_json,
 )
+from kdecode.commands.help_format import HelpFormatter
 from kdecode.config import EngineConfig
 
 if TYPE_CHECKING:

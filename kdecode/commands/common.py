@@ -45,15 +45,6 @@ class InputError(ValueError):
     """Input of a command that cannot be used; the message names the value and the limit."""
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Says the defaults that are values, of options whose help does not say it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or "default" in (action.help or ""):
-            return action.help
-        return super()._get_help_string(action)
-
-
 class ProgressBar:
     """What is going on, on stderr: a line that is drawn over on a terminal, else lines to keep.
 

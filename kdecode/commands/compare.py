@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kdecode.commands import compare_servers
+from kdecode.commands import compare_flags, compare_servers
 from kdecode.commands.common import (
     ProgressBar,
     add_engine_arguments,
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from kdecode.engine.preflight import check_deployment
     from kdecode.model.weights import CheckpointReader
 
+    compare_flags.check_backends(args)
     try:
         settings = CompareSettings(
             max_tokens=args.output_tokens,
@@ -188,7 +189,7 @@ def _measure(
         bar.clear()
         machine = read_machine()
         engines = [_engine_facts(arm) for arm in arms]
-    tables = [render(comparison, machine), _engine_table(engines)]
+    tables = [render(comparison, machine), _engine_table(engines, configs[0].tensor_parallel_size)]
     if configs[0].speculative is not None:
         for engine, token_s in zip(engines, plain_s, strict=True):
             engine["break_even_length"] = _break_even(engine["speculation"], token_s)
@@ -223,9 +224,11 @@ def _engine_facts(arm: EngineArm) -> dict[str, Any]:
     }
 
 
-def _engine_table(engines: list[dict[str, Any]]) -> str:
-    """What each arm took to build and keeps in memory; each has its own packed weights."""
-    rows = [("engine", "open", "pack", "prepare", "packed weights", "caches")]
+def _engine_table(engines: list[dict[str, Any]], ranks: int) -> str:
+    """What each arm took to build and keeps in memory; each has its own packed weights. ranks: of
+    several, one's share."""
+    whose = "" if ranks == 1 else " of rank 0"
+    rows = [("engine", "open", "pack", "prepare", f"packed weights{whose}", f"caches{whose}")]
     for engine in engines:
         rows.append(
             (

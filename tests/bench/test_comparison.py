@@ -169,6 +169,17 @@ def test_any_other_difference_is_not_comparable() -> None:
     assert "ratios" not in text
 
 
+def test_the_report_says_whose_processes_were_measured() -> None:
+    text = render(compare(auto(), special(), PROMPTS, settings()), MACHINE)
+    assert "base: auto, device not reported, threads 2, isa avx512, latent cache bf16\n" in text
+    assert "peak resident memory of the process (both arms" in text
+    config = {**CONFIG, "tensor_parallel_size": 4, "decode_context_parallel_size": 2}
+    result = compare(auto(config=config), special(config=config), PROMPTS, settings())
+    text = render(result, MACHINE)
+    assert "latent cache bf16, tensor parallel 4, decode context parallel 2\n" in text
+    assert "peak resident memory of rank 0 (both arms" in text
+
+
 def test_config_must_name_the_backend() -> None:
     with pytest.raises(ValueError, match="no 'decode_backend'"):
         config_differences({"threads": 1}, {"decode_backend": "auto"})
@@ -244,7 +255,7 @@ def test_exit_codes() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 1}, "max_tokens is 1"),
+        ({"max_tokens": 1}, "Output tokens are 1"),
         ({"blocks": 1}, "blocks is 1"),
         ({"warmup_runs": (3, 2)}, "warmup_runs"),
         ({"order": "aabb"}, "'aabb'"),

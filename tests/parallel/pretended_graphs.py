@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from triton_interpreter import round_in_the_interpreter
 
 from kdecode.config import EngineConfig, ModelConfig
-from kdecode.decode import auto, inspect_device, runner
+from kdecode.decode import auto, inspect_device, runner, served_steps
 from kdecode.decode.streams import SideStreams
 from kdecode.engine import ranked_probe
 from kdecode.kernels.common.triton_launch import Launch
@@ -182,7 +182,7 @@ class Clock:
 # What a process with a pretended GPU has beside `pretended_gpus.PATCHES`, whose graphs are tapes.
 GRAPH_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (runner, "GraphPool", TapePool),
-    (runner, "ROW_BUCKETS", (1, 2)),
+    (served_steps, "ROW_BUCKETS", (1, 2)),
     (auto, "has_triton", lambda device: device != "cpu"),
     (nccl, "connect", _connect),
     (Launch, "run", _launch),
@@ -211,8 +211,9 @@ def become_recording(transport: str, patches: tuple[tuple[Any, str, Any], ...]) 
     become_gpu(is_symmetric=is_symmetric)
     if not is_symmetric:
         round_in_the_interpreter()
-    for patch in patches:
-        setattr(*patch)
+    for owner, name, value in patches:
+        assert hasattr(owner, name), f"{owner} has no {name} to pretend"
+        setattr(owner, name, value)
 
 
 def follow_timed(

@@ -25,7 +25,7 @@ from kdecode.bench.verdicts import (
     Difference,
     is_not_exercised,
 )
-from kdecode.bench.wording import counted
+from kdecode.bench.wording import counted, ranks_text
 
 # What only an engine inside of this process tells.
 _IN_PROCESS = ("prefill", "prefill_tps", "output_tps")
@@ -183,9 +183,10 @@ def header_lines(comparison: ServedComparison, machine: Machine) -> list[str]:
     ):
         backend = facts.config.get(COMPARED_SETTING, "not told")
         hardware = facts.config.get("hardware.name") or "hardware not told"
+        ranks = ranks_text(facts.config) or ranks_text(facts.config, "parallel_config.")
         lines.append(
             f"{name}: {url}, {facts.kind}, model {facts.model}, {COMPARED_SETTING} {backend}, "
-            f"{_known(facts.accelerators)} x {hardware}{_ranks(facts)}"
+            f"{_known(facts.accelerators)} x {hardware}{ranks}"
         )
     lines += [
         f"client: {machine.cpu or 'cpu not known'}, {counted(machine.cores, 'core')}, "
@@ -209,17 +210,6 @@ def header_lines(comparison: ServedComparison, machine: Machine) -> list[str]:
     unchecked = sorted({what for facts in comparison.facts for what in facts.unchecked})
     lines.append(f"not told by these servers, so not compared: {', '.join(unchecked) or 'nothing'}")
     return lines
-
-
-def _ranks(facts: ServerFacts) -> str:
-    """The ways in which several processes share the model; nothing where one has it alone."""
-    found = []
-    for what in ("tensor", "pipeline", "data", "decode_context"):
-        names = (f"{what}_parallel_size", f"parallel_config.{what}_parallel_size")
-        size = next((facts.config[name] for name in names if name in facts.config), 1)
-        if size != 1:
-            found.append(f", {what.replace('_', ' ')} parallel {size}")
-    return "".join(found)
 
 
 def _null_line(comparison: ServedComparison) -> str:
