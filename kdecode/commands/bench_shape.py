@@ -69,6 +69,11 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, bool]:
     size, rank = share or together or 1, args.rank or 0
     if not 0 <= rank < size:
         raise InputError(f"--rank is {rank}; with {size} ranks it must be from 0 to {size - 1}.")
+    if args.bytes and args.gpu_exchange != "auto":
+        raise InputError(
+            f"--gpu-exchange is {args.gpu_exchange!r} and --bytes given, which exchanges nothing; "
+            "leave one of them out."
+        )
     if args.bytes or args.device == "cpu" or share or size == 1:
         return size, rank, False
     if args.rank is not None:

@@ -98,3 +98,5 @@ def test_the_command_counts_without_timing(capsys: pytest.CaptureFixture[str]) -
 def test_bytes_are_of_a_release(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "layer", "--bytes"]) == 2
     assert "--bytes needs a --shape" in capsys.readouterr().err
+    assert main(["bench", "layer", "-tp", "16", "--bytes", "--gpu-exchange", "nccl"]) == 2
+    assert "--bytes given, which exchanges nothing" in capsys.readouterr().err
