@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import socket
 import struct
@@ -114,6 +115,41 @@ def test_the_socket_over_which_memory_comes_has_a_limit_and_no_other(folder: str
         kernel = ctypes.PyDLL(None, use_errno=True)
         assert kernel.recv(ends[0].fileno(), ctypes.create_string_buffer(2), 2, 0) == -1
         assert ctypes.get_errno() == errno.EAGAIN
+
+
+@pytest.fixture
+def default_timeout() -> Iterator[None]:
+    """Of sockets that Python makes, whoever has opened what they are made of."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(2.0)
+    yield
+    socket.setdefaulttimeout(before)
+
+
+def test_no_socket_becomes_another_kind_of_socket(folder: str, default_timeout: None) -> None:
+    """Also with a default timeout, by which Python opens sockets that do not block."""
+    with ExitStack() as stack:
+        handing = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        handing.bind(f"{folder}/symm_mem-{os.getpid()}")
+        ends = [handing, *map(stack.enter_context, socket.socketpair())]
+        for end in ends:
+            os.set_blocking(end.fileno(), True)
+        flags = [fcntl.fcntl(end, fcntl.F_GETFL) for end in ends]
+        descriptors = os.listdir("/proc/self/fd")
+        assert limit_sockets(1.0) == 1
+        assert [fcntl.fcntl(end, fcntl.F_GETFL) for end in ends] == flags
+        assert [os.get_blocking(end.fileno()) for end in ends] == [True, True, True]
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_every_descriptor_of_the_socket_counts(folder: str) -> None:
+    """Also one to a path with spaces, which is gone by now."""
+    path = Path(folder, f"a folder/symm_mem-{os.getpid()}")
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as handing, handing.dup():
+        handing.bind(str(path))
+        path.unlink()
+        assert limit_sockets(1.0) == 2
 
 
 def test_a_process_without_such_a_socket_is_left_as_it_is() -> None:
