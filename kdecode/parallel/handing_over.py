@@ -62,7 +62,7 @@ def _link(descriptor: str) -> str | None:
 
 
 def _set_option(descriptor: int, option: int, value: bytes) -> None:
-    """Not through Python's socket, which gives whatever it is made of its own default of blocking."""
+    """Not through a socket of Python, which would make it block or not by a default of its own."""
     kernel = ctypes.CDLL(None, use_errno=True)
     if kernel.setsockopt(descriptor, socket.SOL_SOCKET, option, value, len(value)) != 0:
         code = ctypes.get_errno()
