@@ -1,13 +1,14 @@
-"""The flags of `kdecode compare` that are about servers.
+"""The flags of `kdecode compare` that are about servers, and the engine's that it cannot take.
 
-Owns their names, and that they are refused where there are no servers; what they mean is
-`compare_design`'s.
+Owns their names, that those of servers are refused where there are none, and settings of an engine
+where `auto` is one of the arms and has no such thing; what flags mean is `compare_design`'s.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from kdecode.commands.bench_layer import OF_SPECIALIZED
 from kdecode.commands.common import InputError, positive
 
 # Flags that mean nothing without servers; none of them is given by default.
@@ -134,3 +135,20 @@ def is_about_servers(args: argparse.Namespace) -> bool:
             f"{flags}: only a comparison of servers has this; --serve starts one of each backend."
         )
     return False
+
+
+def check_backends(args: argparse.Namespace) -> None:
+    """Raises InputError for a setting that both arms would need and `auto` cannot have.
+
+    Of backends in this process and of servers that are started for them.
+    """
+    if "auto" not in (args.arm_a, args.arm_b):
+        return
+    for name, plain in OF_SPECIALIZED.items():
+        value = getattr(args, name)
+        if value != plain:
+            raise InputError(
+                f"--{name.replace('_', '-')} {value}: auto cannot have it, and arms that are "
+                "compared have the same settings; `kdecode bench layer --shape` times "
+                "latency_specialized with it beside auto without it."
+            )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdecode.commands.common import InputError, context_tokens, model_directory
+from kdecode.commands.compare_flags import check_backends
 
 if TYPE_CHECKING:
     from kdecode.bench.serving.launch import Launch
@@ -39,6 +40,7 @@ def own_servers(args: argparse.Namespace, longest_request: int) -> tuple[Launch,
     """
     from kdecode.bench.serving.launch import Launch, free_ports
 
+    check_backends(args)
     directory = model_directory(args)
     flags = {
         "--device": args.device,
