@@ -20,7 +20,7 @@ from kdecode.cache.caches import Caches
 from kdecode.cache.open_rows import KeptRows, OpenSpan
 from kdecode.config import EngineConfig, ModelConfig
 from kdecode.decode.buffers import value_buffers
-from kdecode.decode.device import device_arch, has_triton
+from kdecode.decode.device import device_arch, has_triton, is_for_triton
 from kdecode.decode.plan import Buffer, DecodePlan, Step
 from kdecode.decode.step_check import StepLimits
 from kdecode.decode.step_tensors import derive
@@ -68,11 +68,14 @@ def build_auto_plan(
     ranks: Ranks = ALONE,
     exchange: Exchange | None = None,
     operators: OpaqueOperators | None = None,
+    *,
+    is_described: bool = False,
 ) -> DecodePlan:
     """The plan of every step that no other backend serves. Run it with `run_standard`.
 
     ranks: of several, ``packed`` is one rank's share; exchange: None for a plan that does not run.
     operators: for a plan whose steps of single rows are compiled, what it calls as it is.
+    is_described: for a device that need not be here; such a plan does not run.
     """
     config = packed.config
     specs = _buffer_specs(config, ranks)
@@ -82,7 +85,9 @@ def build_auto_plan(
     buffers.limits = StepLimits.of(config, caches, engine.max_context_tokens, ranks)
     buffers.products = ProductSettings(engine.device, engine.isa)
     buffers.operators = operators
-    builder = _Builder(packed, engine, buffers, frozenset(spec.name for spec in specs), ranks)
+    with_triton = (is_for_triton if is_described else has_triton)(engine.device)
+    names = frozenset(spec.name for spec in specs)
+    builder = _Builder(packed, engine, buffers, names, ranks, with_triton)
     steps = [builder.step("embed", None, ("embed",), packed, (), ("prefix", "residual_stack"))]
     for layer in range(config.num_layers):
         steps += builder.attention(layer)
@@ -160,6 +165,7 @@ class _Builder:
     buffers: Buffers
     names: frozenset[str]
     ranks: Ranks
+    with_triton: bool
 
     @property
     def config(self) -> ModelConfig:
@@ -202,7 +208,7 @@ class _Builder:
             if reasons:
                 raise ValueError(f"{op} cannot be compiled: {' '.join(reasons)}")
             return "compiled"
-        if op in _TRITON_OPS and has_triton(self.engine.device):
+        if op in _TRITON_OPS and self.with_triton:
             reasons = table.implementation(op, "triton").refuse(problem)
             if not reasons:
                 return "triton"

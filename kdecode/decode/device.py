@@ -32,7 +32,12 @@ def device_arch(device: str) -> str:
 
 def has_triton(device: str) -> bool:
     """Whether Triton's kernels can run on the device, here and now."""
-    return device != "cpu" and torch.cuda.is_available() and find_spec("triton") is not None
+    return is_for_triton(device) and torch.cuda.is_available()
+
+
+def is_for_triton(device: str) -> bool:
+    """Whether they can be made for such a device, which need not be here."""
+    return device != "cpu" and find_spec("triton") is not None
 
 
 @contextmanager

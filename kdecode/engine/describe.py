@@ -14,6 +14,7 @@ from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.config_draft import DraftConfig
 from kdecode.decode import draft_specialized, latency_specialized
 from kdecode.decode.auto import build_auto_plan
+from kdecode.decode.device import is_for_triton
 from kdecode.decode.latency_specialized import Deployment
 from kdecode.decode.plan import DecodePlan, cannot_run
 from kdecode.decode.runner import deployment_of, resolve
@@ -28,13 +29,9 @@ from kdecode.parallel.ranks import ALONE, Ranks
 _PACKING_NOTE = (
     "bf16 weights are counted at 16 bits; how far they pack without loss depends on their values"
 )
-# Settings that `EngineConfig` takes with a GPU only.
-_OF_A_GPU = (
-    "gpu_kernels",
-    "gpu_exchange",
-    "shared_experts",
-    "weight_prefetch",
-    "expert_products",
+_TORCH_NOTE = (
+    "Triton is not installed here, so that this is the plan without it; where it is installed some "
+    "operations have kernels of their own: pip install 'kdecode[gpu]'"
 )
 _CHANGED_NOTE = "the trunk is in {}: its weights differ from the checkpoint's"
 
@@ -67,7 +64,9 @@ def describe_plan(
         plan = latency_specialized.describe(deployment, packed, rows, rows_per_request)
         return replace(plan, notes=(*plan.notes, *notes)), size
     caches = _meta_caches(share, engine, ranks)
-    plan = build_auto_plan(packed, caches, _on_no_gpu(engine), ranks)
+    plan = build_auto_plan(packed, caches, engine, ranks, is_described=True)
+    if engine.device != "cpu" and not is_for_triton(engine.device):
+        notes = (*notes, _TORCH_NOTE)
     steps = tuple(replace(step, run=cannot_run) for step in plan.steps)
     return replace(plan, steps=steps, notes=notes), size
 
@@ -119,13 +118,6 @@ def gpu_outline(
         weight_prefetch=engine.weight_prefetch,
         expert_products=engine.expert_products,
     )
-
-
-def _on_no_gpu(engine: EngineConfig) -> EngineConfig:
-    """The standard forward's settings: it is the same on every device, which need not exist, and
-    takes nothing of what only a GPU has."""
-    plain = {name: getattr(EngineConfig(), name) for name in _OF_A_GPU}
-    return replace(engine, device="cpu", **plain)
 
 
 def _meta_caches(config: ModelConfig, engine: EngineConfig, ranks: Ranks) -> Caches:

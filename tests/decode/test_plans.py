@@ -42,6 +42,9 @@ DRAFTED = ("mini", "kimi-k3")
 # One rank's plan: what it exchanges with the others is part of the text.
 SHARED = ("kimi-k3", "kimi-linear-48b")
 RANKS = 16
+# Ops of the standard path that are Triton's on a GPU.
+KDA_KERNELS = ("kda_conv", "kda_gate", "kda_recurrence", "kda_out_norm")
+STANDARD_KERNELS = {*KDA_KERNELS, "mla_attention", "route", "experts"}
 UPDATE = "pytest tests/decode/test_plans.py --update-plans"
 
 
@@ -226,5 +229,33 @@ def test_a_description_is_refused_as_an_engine_is() -> None:
         describe_plan(odd, _engine("latency_specialized"), 1)
     with pytest.raises(ConfigError, match="max_context_tokens is 2,000,000"):
         describe_plan(config, _engine("auto", max_context_tokens=2_000_000), 1)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_standard_plan_of_a_gpu_has_its_kernels_with_and_without_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(has_gpu))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
     plan, _ = describe_plan(config, _engine("auto", device="cuda", cache_dtype="fp8"), 1)
-    assert plan.explain() == _described("mini", "auto")
+    on_cpu, _ = describe_plan(config, _engine("auto"), 1)
+    assert [step.covers for step in plan.steps] == [step.covers for step in on_cpu.steps]
+    assert {step.op for step in plan.steps if step.impl == "triton"} == STANDARD_KERNELS
+    assert {step.impl for step in plan.steps if step.op not in STANDARD_KERNELS} == {"torch"}
+    assert {step.impl for step in on_cpu.steps} == {"torch"}
+    assert plan.notes == ()
+    with pytest.raises(PlanError, match="cannot run"):
+        plan.run()
+
+
+def test_a_standard_plan_of_a_gpu_says_that_triton_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kdecode.decode.device.find_spec", lambda name: None)
+    config = ModelConfig.from_checkpoint(CONFIGS["mini"])
+    plan, _ = describe_plan(config, _engine("auto", device="cuda"), 1)
+    assert {step.impl for step in plan.steps} == {"torch"}
+    assert plan.explain().splitlines()[-1].startswith("Triton is not installed here")
+    assert describe_plan(config, _engine("auto"), 1)[0].notes == ()
