@@ -451,6 +451,35 @@ def test_a_comparison_that_fails_leaves_its_output_file_alone(
     assert content is None or path.read_text(encoding="utf-8") == content
 
 
+@pytest.mark.parametrize("where", [(), ("--serve",)])
+@pytest.mark.parametrize(
+    "setting",
+    [("--shared-experts", "stream"), ("--weight-prefetch", "l2"), ("--expert-products", "scaled")],
+)
+def test_compare_refuses_what_auto_cannot_have(
+    capsys: pytest.CaptureFixture[str],
+    mini_checkpoint: Path,
+    setting: tuple[str, str],
+    where: tuple[str, ...],
+) -> None:
+    args = ("compare", mini_checkpoint, "--device", "cuda", *setting, *where)
+    code, out, err = _run(capsys, *args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{' '.join(setting)}: auto cannot have it" in err
+    assert "decode_backend" not in err
+
+
+def test_compare_takes_such_a_setting_where_both_arms_can_have_it(
+    capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
+) -> None:
+    """It is refused for another reason: there is no device cuda:99 here."""
+    args = ("--device", "cuda:99", "--arm-a", "latency_specialized", "--weight-prefetch", "l2")
+    code, _, err = _run(capsys, "compare", mini_checkpoint, *args)
+    assert code == 2
+    assert "cuda:99" in err
+    assert "auto cannot have it" not in err
+
+
 def test_compare_writes_nothing_but_the_document_to_stdout(
     capsys: pytest.CaptureFixture[str], mini_checkpoint: Path
 ) -> None:

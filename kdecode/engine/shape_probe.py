@@ -117,8 +117,9 @@ def _made_up(
 ) -> tuple[PackedModel, Caches]:
     """Random weights and empty caches of a resolved configuration; those of one of ``ranks``."""
     reader = RandomReader(config, seed, ranks)
+    # First: without the device it would be described as the oldest there is, with its reasons.
+    check_device(engine.device)
     check_description(reader.config, engine)
     check_processor(engine)
-    check_device(engine.device)
     packed = pack_model(reader, trunk_format(engine), progress, engine.device, engine.isa)
     return packed, allocate_caches(packed, engine)

@@ -206,7 +206,8 @@ def test_a_shape_without_its_gpu_is_one_line(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     where = ("--device", "cuda", "--shape", "kimi-k3")
-    for part in (("layer", *backend), ("tune",)):
+    scaled = ("--expert-products", "scaled")
+    for part in (("layer", *backend), ("tune",), ("tune", *scaled)):
         assert main(["bench", *part, *where, *shape]) == 2
         out, err = capsys.readouterr()
         assert "finds no CUDA device here" in err
