@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 HELP = "print the plan of a decode step"
 DESCRIPTION = (
     "Weight bytes are those of one row; more rows read more experts. With --config no weights are "
-    "needed. Where the backend cannot run, every reason is printed and the exit code is 1."
+    "needed. Where the backend cannot run, or with --compile a kernel cannot launch, every reason "
+    "is printed and the exit code is 1."
 )
 EXIT_REFUSED = 1
 
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
                 write_json(launches, "-")
             else:
                 print(text)
-            return 0
+            parts = (launches, launches.get("draft", {}))
+            return EXIT_REFUSED if any(part.get("cannot_launch") for part in parts) else 0
         # An engine that does not speculate has no plan of verify steps; its configuration tells it,
         # and one rank's plan without starting the others.
         is_described = (

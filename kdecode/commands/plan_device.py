@@ -53,7 +53,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, Any], str]:
     """The document and the text. Raises InputError, ConfigError and BackendRefusedError."""
-    from kdecode.decode.launches import compile_lines, launch_lines
+    from kdecode.decode.launches import compile_lines, launch_lines, too_large
     from kdecode.engine.describe import describe_launches
     from kdecode.model.rank_share import share_of
     from kdecode.parallel.ranks import Ranks
@@ -74,6 +74,7 @@ def run(source: Path, args: argparse.Namespace, config: EngineConfig) -> tuple[d
         "rows": plan.rows,
         "rows_per_request": each,
         "launches": [dataclasses.asdict(line) for line in lines],
+        "cannot_launch": too_large(lines, args.arch),
     }
     text = text_of(plan, lines, args.arch, size, config.gpu_exchange)
     if config.speculative is not None:
@@ -101,7 +102,13 @@ def _draft(
 ) -> tuple[dict[str, Any], str]:
     """The same of the draft: its block and its committed tokens, or why it has no plans."""
     from kdecode.decode.latency_specialized import BackendRefusedError
-    from kdecode.decode.launches import compile_lines, compile_steps, launch_lines, step_lines
+    from kdecode.decode.launches import (
+        compile_lines,
+        compile_steps,
+        launch_lines,
+        step_lines,
+        too_large,
+    )
     from kdecode.engine.describe_draft import describe_draft_launches
     from kdecode.engine.speculation import draft_config
 
@@ -127,6 +134,7 @@ def _draft(
         "launches": [dataclasses.asdict(line) for line in block],
         "context_rows": found.context_rows,
         "context_launches": [dataclasses.asdict(line) for line in context],
+        "cannot_launch": too_large([*block, *context], args.arch),
         "refusals": [],
     }
     return document, draft_text_of(found, block, context, args.arch)
@@ -136,7 +144,7 @@ def draft_text_of(
     found: DraftLaunches, block: list[LaunchLine], context: list[LaunchLine], arch: str
 ) -> str:
     """The launches of a draft's block, and of what caches committed tokens."""
-    from kdecode.decode.launches import group_lines, launch_rows
+    from kdecode.decode.launches import group_lines, launch_rows, too_large
 
     groups = group_lines(found.block.config, context)
     weights = sum(step.weight_bytes or 0 for step in found.context)
@@ -145,8 +153,9 @@ def draft_text_of(
             f"the draft: {text_of(found.block, block, arch, 1)}",
             "",
             f"the draft's committed tokens, {counted(found.context_rows, 'row')}",
-            table(launch_rows(groups)),
+            table(launch_rows(groups, arch)),
             f"{len(context):,} launches, {mebibytes(weights)} of weights",
+            *too_large(context, arch),
         ]
     )
 
@@ -159,7 +168,7 @@ def text_of(
     gpu_exchange: GpuExchange = "auto",
 ) -> str:
     """The launches of each kind of layer, and how many there are. gpu_exchange: as it was set."""
-    from kdecode.decode.launches import group_lines, launch_rows
+    from kdecode.decode.launches import group_lines, launch_rows, too_large
 
     groups = group_lines(plan.config, lines)
     weights = sum(step.weight_bytes or 0 for step in plan.steps)
@@ -174,11 +183,12 @@ def text_of(
         [
             f"backend {plan.backend} on {arch}, {counted(plan.rows or 0, 'row')}, "
             f"{plan.rows_per_request} a request{share}",
-            table(launch_rows(groups)),
+            table(launch_rows(groups, arch)),
             "",
             table(_count_rows(groups, size)),
             f"{launched:,} launches{between}, {mebibytes(weights)} of weights at one row",
             *plan.notes,
+            *too_large(lines, arch),
         ]
     )
 

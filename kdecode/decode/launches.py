@@ -208,10 +208,35 @@ def group_lines(config: ModelConfig, lines: Sequence[LaunchLine]) -> list[Launch
     return groups
 
 
-def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
+def too_large(lines: Iterable[LaunchLine], arch: str) -> list[str]:
+    """Which kernels of a compiled plan cannot launch on the architecture, and why; [] of others."""
+    most: dict[str, int] = {}
+    for line in lines:
+        if line.compiled is not None:
+            name = line.op if line.op == line.kernel else f"{line.op} {line.kernel}"
+            most[name] = max(line.compiled.shared_bytes, most.get(name, 0))
+    if not most:
+        return []
+    limit = _shared_limit(arch)
+    return [
+        f"{name} cannot launch on {arch}: it takes {taken:,} bytes of shared memory, and a "
+        f"program has at most {limit:,}."
+        for name, taken in most.items()
+        if taken > limit
+    ]
+
+
+def _shared_limit(arch: str) -> int:
+    # Of what was compiled, for which Triton had to be there.
+    from kdecode.kernels.common.triton_compile import SHARED_LIMITS
+
+    return SHARED_LIMITS[arch]
+
+
+def launch_rows(groups: Sequence[LaunchGroup], arch: str) -> list[tuple[str, ...]]:
     """Rows of a table, the head first. Where layers differ a cell has all that there is.
 
-    What a program takes is the most of any layer.
+    What a program takes is the most of any layer; what is more than the architecture has is marked.
     """
     columns = [column for group in groups for column in group.columns]
     is_compiled = any(line.compiled is not None for column in columns for line in column)
@@ -239,6 +264,7 @@ def launch_rows(groups: Sequence[LaunchGroup]) -> list[tuple[str, ...]]:
             if is_compiled:
                 found = [line.compiled for line in column if line.compiled]
                 cells += most_taken(found) if found else ["-"] * 3
+                cells[-1] += " (too large)" if too_large(column, arch) else ""
             rows.append((*cells, _all(" ".join(line.covers) or "-" for line in column)))
     return rows
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled_drafts import NUM_DRAFTS, draft_launches
+from compiled_drafts import NUM_DRAFTS, WIDE, draft_launches
 from released import kimi_k3
 
 from kdecode.cli import main
@@ -26,7 +26,7 @@ from kdecode.config import ModelConfig, environment
 from kdecode.decode import draft_specialized
 from kdecode.decode.launches import launch_lines, step_lines
 from kdecode.decode.plan import PlanError
-from kdecode.kernels.common.triton_compile import SHARED_LIMITS
+from kdecode.kernels.common.triton_compile import SHARED_LIMITS, Resources
 from kdecode.model.draft_synthesis import draft_document
 
 PLANS = Path(__file__).parents[1] / "plans" / "draft"
@@ -45,7 +45,7 @@ QUICK = ("sm_103/lightseek/1", "sm_103/redhat/1")
 ALL = tuple(
     f"{arch}/{kind}/{requests}"
     for arch in SHARED_LIMITS
-    for kind, requests in (*CASES, ("inferact", 2), ("radixark", 2))
+    for kind, requests in (*CASES, ("inferact", 2), ("radixark", 2), (WIDE, 1), (WIDE, 9))
 )
 # Why a kernel spills registers, by name; without a reason none may.
 SPILLS = {
@@ -148,6 +148,64 @@ def test_a_draft_without_plans_is_said_to_run_in_torch(
     assert capsys.readouterr().out.splitlines()[-1] == f"the draft runs in torch: {reason}"
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["draft"]["refusals"] == [reason]
+
+
+def test_heads_that_are_too_wide_have_a_draft_in_torch(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    folder = Path(arguments[2]).parent / "radixark"
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "head_dim": 512}))
+    arguments += ["--speculative-config", _speculative(arguments, "radixark")]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "the draft runs in torch: Heads of grouped queries have at most 256 channels in Triton; "
+        "this model's have 512."
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "of_draft"),
+    [
+        ("gqa_attend", "attend_groups", True),
+        ("draft_insert", "insert_grouped_rows", True),
+        ("kda_core", "_core", False),
+    ],
+)
+def test_a_kernel_that_takes_more_than_there_is_cannot_launch(
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    kernel: str,
+    of_draft: bool,
+) -> None:
+    limit = SHARED_LIMITS["sm_103"]
+
+    def resources_of(launches: list[Any], arch: str, *rest: Any) -> list[Resources]:
+        names = [getattr(each.kernel, "fn", each.kernel).__name__ for each in launches]
+        return [Resources(64, 0, limit + (name == kernel)) for name in names]
+
+    path = "kdecode.kernels.common.compiled_launches.resources_of"
+    monkeypatch.setattr(path, resources_of)
+    arguments += ["--compile", "--speculative-config", _speculative(arguments, "radixark")]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    reason = (
+        f"{op} {kernel} cannot launch on sm_103: it takes {limit + 1:,} bytes of shared memory, "
+        f"and a program has at most {limit:,}."
+    )
+    assert reason in out.splitlines()
+    marked = [line for line in out.splitlines() if f"{limit + 1:,} (too large)" in line]
+    assert marked
+    assert all(kernel in line for line in marked)
+    assert main([*arguments, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    own, of_target = found["draft"]["cannot_launch"], found["cannot_launch"]
+    assert (own, of_target) == (([reason], []) if of_draft else ([], [reason]))
+    kernel = "none of them"
+    assert main(arguments) == 0
+    assert "too large" not in capsys.readouterr().out
 
 
 def test_the_kernels_of_a_round_compile_and_do_not_spill() -> None:

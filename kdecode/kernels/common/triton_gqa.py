@@ -18,6 +18,9 @@ from kdecode.kernels.contract import Problem
 
 # Heads of a row that a program norms and turns.
 HEAD_BLOCK = 8
+# Channels of a head. Keys and values of a round are in shared memory, and a program has the sums of
+# its lanes in registers: tiles were compiled up to here.
+MAX_HEAD_DIM = 256
 
 
 @triton.jit
@@ -111,4 +114,10 @@ def refuse_grouped(problem: Problem) -> list[str]:
     width = problem.config.rotated_dim
     if width < 2 or width % 2:
         reasons.append(f"Channels are rotated in pairs; a head has {width} that are.")
+    dim = grouped(problem).head_dim
+    if dim > MAX_HEAD_DIM:
+        reasons.append(
+            f"Heads of grouped queries have at most {MAX_HEAD_DIM} channels in Triton; this "
+            f"model's have {dim}."
+        )
     return reasons

@@ -38,6 +38,8 @@ from kdecode.kernels.contract import Buffers, Problem
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
 _LINE_COLUMNS = 64
+# Of wider heads a program has fewer lanes and tokens and more warps: else its sums are spilled.
+_NARROW_DIM = 128
 # Splits whose sums are on their way at a time.
 _TOGETHER = tl.constexpr(4)
 
@@ -54,9 +56,13 @@ class Tile:
 
 def tile(lanes: int, head_dim: int, arch: str) -> Tile:
     """The tile of blocks of so many lanes a group."""
-    block_m = min(64, max(16, triton.next_power_of_2(lanes)))
+    block_m = max(16, triton.next_power_of_2(lanes))
     # Three stages are two rounds in memory: one is read while the other is multiplied.
-    return choose("gqa_attend", arch, f"{lanes} x {head_dim}", Tile(block_m, 64, 4, 3))
+    if head_dim <= _NARROW_DIM:
+        first = Tile(min(64, block_m), 64, 4, 3)
+    else:
+        first = Tile(min(32, block_m), 32, 8, 3)
+    return choose("gqa_attend", arch, f"{lanes} x {head_dim}", first)
 
 
 def refuse(problem: Problem) -> list[str]:

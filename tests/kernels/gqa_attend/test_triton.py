@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_cases import MAX_CONTEXT
+from draft_cases import MAX_CONTEXT, make_draft_case
 from gqa_cases import LAYER, GroupedBlock
 
 from kdecode.config import GqaConfig
+from kdecode.config_draft import RopeConfig
 from kdecode.kernels.common.gqa_splits import num_splits
 from kdecode.kernels.gqa_attend import triton_impl
 from kdecode.kernels.gqa_attend.op import CONTRACT
@@ -18,6 +19,11 @@ from kdecode.testing.compare import assert_close
 
 OPS = ("gqa_query", "gqa_attend")
 CAUSAL = {"is_causal": True}
+
+
+def _heads(heads: int, groups: int, dim: int) -> dict[str, Any]:
+    rope = RopeConfig(dim, 10_000.0, is_interleaved=False)
+    return {"attention": GqaConfig(heads, groups, dim), "rope": rope}
 
 
 def _check(block: GroupedBlock) -> None:
@@ -43,6 +49,9 @@ def _check(block: GroupedBlock) -> None:
         ([2 * place for place in range(16)], 4, {"window": 13, **CAUSAL}),
         # More lanes of a group than a program has.
         ([70, 9], 7, {"attention": GqaConfig(20, 1, 12), **CAUSAL}),
+        # Of wide heads a program has fewer of them, and shorter rounds.
+        ([70, 9], 7, {**_heads(6, 1, 144), **CAUSAL}),
+        ([62, 1], 2, _heads(2, 2, 256)),
     ],
 )
 def test_blocks_against_the_reference(
@@ -105,6 +114,15 @@ def test_rows_that_are_no_blocks_are_refused() -> None:
             None,
             GroupedBlock([1], 1, {}).buffers,
         )
+
+
+def test_heads_wider_than_tiles_were_compiled_for_are_refused() -> None:
+    found = {}
+    for dim in (256, 258):
+        case = make_draft_case(is_grouped=True, **_heads(2, 1, dim))
+        found[dim] = triton_impl.refuse(case.deployment.problem(LAYER, 2, 2))
+    reason = "Heads of grouped queries have at most 256 channels in Triton; this model's have 258."
+    assert found == {256: [], 258: [reason]}
 
 
 def test_what_it_reads_is_checked() -> None:
