@@ -139,6 +139,39 @@ def test_waits_that_are_given_up_name_nobody() -> None:
     assert ranks.late(0) is None
 
 
+@pytest.mark.parametrize("is_last_wait", [True, False])
+def test_what_is_made_behind_a_wait_in_vain_is_given_to_nobody(is_last_wait: bool) -> None:
+    """By the launch that waits itself, or by later ones. The other rank, whose own waits were all
+    in time, would take numbers that mean nothing for what it needs."""
+    ranks, each = Ranks(2), -(-WORDS // 2)
+    others = [every.block("others", 4 * WORDS) for every in ranks.every]
+    ranks.give(1, part_of(1))
+    if is_last_wait:
+        hand_on_launch(ranks.blocks[1], each, each, others[1], ranks.counters[1]).run()
+    else:
+        ranks.take(1)
+        give_launch(part_of(1).to(DEVICE), others[1], ranks.counters[1]).run()
+    assert ranks.late(1) == (0, "attn")
+    # What was given before is whole.
+    ranks.give(0, part_of(0))
+    assert torch.equal(ranks.take(0), torch.stack([part_of(rank) for rank in range(2)]))
+    assert ranks.late(0) is None
+    hand_on_launch(ranks.blocks[0], 0, each, others[0], ranks.counters[0]).run()
+    out = torch.empty(WORDS, dtype=torch.bfloat16, device=DEVICE)
+    take_launch(others[0], 0, each, out, 0, each).run()
+    assert ranks.late(0) == (1, "others")
+
+
+def test_a_rank_whose_waits_are_given_up_tells_nobody_that_it_has_made_something() -> None:
+    ranks = Ranks(2)
+    ranks.every[1].fault[GIVEN_UP] = 1
+    for rank in range(2):
+        ranks.give(rank, part_of(rank))
+    ranks.take(0)
+    assert ranks.late(0) == (1, "attn")
+    assert [int(counter) for counter in ranks.counters] == [0, 0]
+
+
 @pytest.mark.parametrize("last", [2**31 - 1, -1])
 def test_counts_wrap(last: int) -> None:
     """Around the largest number, and through 0, with which the memory begins."""
@@ -236,7 +269,8 @@ def test_one_thread_a_rank_polls_and_barriers_pass_the_order_on(
     poll, signal = ptx.index("ld.acquire.sys"), ptx.index("st.release.sys")
     # One place in the code each, which only the first eight threads come to.
     assert ptx.count("ld.acquire.sys") == 1
-    assert len(re.findall(r"\bLDG\.\S*STRONG\.SYS", code["machine"])) == 2
+    # Beside the poll two looks whether waits are given up: of who waits, and of who signals.
+    assert len(re.findall(r"\bLDG\.\S*STRONG\.SYS", code["machine"])) == 3
     for place in (poll, signal):
         guard = ptx[ptx.rindex("%tid.x", 0, place) : place]
         found = re.search(r"setp\.ge\.u32 \w+, peer, (%r\d+);\s+@\w+ bra done;", guard)
@@ -253,7 +287,10 @@ def test_one_thread_a_rank_polls_and_barriers_pass_the_order_on(
     arrived = ptx.index("atom.", stored)
     assert "bar" in ptx[stored:arrived]
     assert "acq_rel" in ptx[arrived : ptx.index("\n", arrived)]
-    assert "bar" in ptx[arrived:signal]
+    # That includes what other programs wrote of waits in vain, for which it looks last of all.
+    look = ptx.rindex("ld.relaxed.sys", 0, signal)
+    assert "bar" in ptx[arrived:look]
+    assert re.search(r"setp\.ne\.s32 p, seen, 0;\s+@p bra done;", ptx[look:signal])
 
 
 def test_no_plan_has_more_programs_that_wait_for_others_than_a_gpu_has_room_for() -> None:

@@ -10,7 +10,9 @@ from what any thread has stored, through a barrier of its program, the atomic ar
 of the last program, to the store; and from the load through a barrier to what any thread reads.
 
 A wait has a bound. One that comes to it writes down for whom and for what it was, and goes on, as
-all later ones do at once; the values of such a step mean nothing, and the host asks at its end.
+all later ones do at once; the values of such a step mean nothing, and the host asks at its end. A
+rank that has given up its waits signals no more: whoever needs what it has made of them waits, too,
+until its own bound or until the group is known to be broken.
 
 No wait needs programs of its own launch. It ends with signals that other GPUs send in launches that
 wait for earlier exchanges alone, whose launches are over here, so that it does not matter for how
@@ -43,14 +45,19 @@ _LOOKS_A_MS = tl.constexpr(1)
 # Both by thread r for rank r, of the first warp, and by no other thread: a value of a program is in
 # all of its threads, which would each store and each poll.
 #
-# $1 is a table and $2 its number of ranks; $3 is stored $4 bytes into the row of each.
+# $1 is a table and $2 its number of ranks; $3 is stored $4 bytes into the row of each, unless waits
+# are given up by the word $5.
 _SIGNAL = tl.constexpr("""
 {
     .reg .u32 peer;
     .reg .u64 row;
+    .reg .s32 seen;
     .reg .pred p;
     mov.u32 peer, %tid.x;
     setp.ge.u32 p, peer, $2;
+    @p bra done;
+    ld.relaxed.sys.global.s32 seen, [$5];
+    setp.ne.s32 p, seen, 0;
     @p bra done;
     mad.wide.u32 row, peer, 8, $1;
     ld.global.u64 row, [row];
@@ -124,11 +131,13 @@ def signal_peers(peers, PEERS: tl.constexpr):
     """Tells every rank that this one's block is whole.
 
     For one program, behind the arrival of all that write to the block: what those stored
-    before is there for whoever has seen the signal.
+    before is there for whoever has seen the signal. Also what they wrote of a wait in vain is there
+    for this program, which then tells nobody.
     """
     if PEERS > 0:
         table = peers + PEERS
         epoch = tl.load(table + _EPOCH).to(tl.pointer_type(tl.int32))
+        given_up = tl.load(table + _FAULT).to(tl.pointer_type(tl.int32)) + _GIVEN_UP
         rank = tl.load(table + _RANK)
         number = tl.load(epoch) + 1
         # Every thread has read the epoch, and has stored what it had to store.
@@ -136,14 +145,14 @@ def signal_peers(peers, PEERS: tl.constexpr):
         tl.store(epoch, number)
         if IS_INTERPRETED:
             lane = tl.arange(0, triton.next_power_of_2(PEERS))
-            is_rank = lane < PEERS
-            row = tl.load(peers + lane, mask=is_rank, other=0).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(row + rank, number, mask=is_rank, sem="release", scope="sys")
+            is_told = (lane < PEERS) & (tl.load(given_up) == 0)
+            row = tl.load(peers + lane, mask=is_told, other=0).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(row + rank, number, mask=is_told, sem="release", scope="sys")
         else:
             tl.inline_asm_elementwise(
                 _SIGNAL,
-                "=r,l,r,r,l,~{memory}",
-                [peers.to(tl.int64), PEERS, number, rank * 4],
+                "=r,l,r,r,l,l,~{memory}",
+                [peers.to(tl.int64), PEERS, number, rank * 4, given_up.to(tl.int64)],
                 dtype=tl.int32,
                 is_pure=False,
                 pack=1,
