@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,11 @@ from typing import Any
 import pytest
 from compiled_drafts import NUM_DRAFTS, WIDE, draft_launches
 from released import kimi_k3
+from resource_table import ResourceTable
 
 from kdecode.cli import main
-from kdecode.commands.common import table
 from kdecode.commands.plan_device import draft_text_of
-from kdecode.config import ModelConfig, environment
+from kdecode.config import ModelConfig
 from kdecode.decode import draft_specialized
 from kdecode.decode.launches import launch_lines, step_lines
 from kdecode.decode.plan import PlanError
@@ -55,7 +52,9 @@ SPILLS = {
     "where the assembler takes 80 registers; at 16 splits it takes 96 and spills nothing.",
 }
 UPDATE = "pytest tests/decode/test_cuda_draft_plans.py --update-plans"
-COLUMNS = ("kernel", "tile", "arch/draft/requests", "registers", "spilled", "shared")
+TABLE = ResourceTable(
+    RESOURCES, "compiled_drafts.py", "arch/draft/requests", SPILLS, f"{UPDATE} -m slow"
+)
 
 
 def _text(kind: str, requests: int) -> str:
@@ -209,56 +208,12 @@ def test_a_kernel_that_takes_more_than_there_is_cannot_launch(
 
 
 def test_the_kernels_of_a_round_compile_and_do_not_spill() -> None:
-    _check_resources(_compile(QUICK))
+    TABLE.check(TABLE.compile(QUICK), QUICK)
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_architecture(request: pytest.FixtureRequest) -> None:
-    found = _compile(ALL)
+    found = TABLE.compile(ALL)
     if request.config.getoption("--update-plans"):
-        rows = table([COLUMNS, *_rows(found)])
-        RESOURCES.write_text(f"{_title(found)}\n{rows}\n", encoding="utf-8")
-    _check_resources(found)
-
-
-def _compile(cases: tuple[str, ...]) -> dict[str, Any]:
-    """What `compiled_drafts.py` prints; its results are kept in kdecode's cache folder."""
-    tests = Path(__file__).parents[1]
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = str(tests / "model")
-    script, folder = tests / "decode/compiled_drafts.py", environment().cache_dir / "compiled"
-    command = [sys.executable, script, folder, *cases]
-    run = subprocess.run(command, capture_output=True, text=True, env=variables)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
-def _check_resources(found: dict[str, Any]) -> None:
-    """Nothing spills or takes more than there is; figures are the table's of the same Triton."""
-    for line in found["lines"]:
-        assert line["shared_bytes"] <= SHARED_LIMITS[line["case"].split("/")[0]], line
-        assert line["stack_bytes"] == 0 or line["kernel"] in SPILLS, line
-    title, _, *lines = RESOURCES.read_text(encoding="utf-8").splitlines()
-    committed = {tuple(cell.strip() for cell in line.split("  ") if cell.strip()) for line in lines}
-    assert set(QUICK) <= {row[2] for row in committed}
-    if _title(found) == title:
-        assert set(_rows(found)) <= committed, f"If it is meant: {UPDATE} -m slow"
-
-
-def _title(found: dict[str, Any]) -> str:
-    return f"Triton {found['triton']}; registers and spilled bytes a thread, shared bytes a program"
-
-
-def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    return sorted(
-        (
-            line["kernel"],
-            line["tile"],
-            line["case"],
-            str(line["registers"]),
-            str(line["stack_bytes"]),
-            str(line["shared_bytes"]),
-        )
-        for line in found["lines"]
-    )
+        TABLE.write(found)
+    TABLE.check(found, ALL)

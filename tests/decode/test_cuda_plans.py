@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from compiled_plans import share_plan
 from released import kimi_k3
+from resource_table import ResourceTable
 
 from kdecode.cli import main
-from kdecode.commands.common import table
 from kdecode.commands.plan_device import text_of
-from kdecode.config import ConfigError, environment
+from kdecode.config import ConfigError
 from kdecode.decode.latency_specialized import BackendRefusedError
 from kdecode.decode.launches import LaunchGroup, group_lines, launch_lines
 from kdecode.decode.plan import DecodePlan, PlanError
@@ -57,7 +53,9 @@ SPILLS = {
 }
 UPDATE = "pytest tests/decode/test_cuda_plans.py --update-plans"
 CUDA = ("--device", "cuda", "--arch")
-COLUMNS = ("kernel", "tile", "arch/ranks/rows/of a request", "registers", "spilled", "shared")
+TABLE = ResourceTable(
+    RESOURCES, "compiled_plans.py", "arch/ranks/rows/of a request", SPILLS, f"{UPDATE} -m slow"
+)
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -183,68 +181,12 @@ def test_what_the_command_cannot_print_is_said(
 
 
 def test_the_kernels_of_the_main_plans_compile_and_do_not_spill() -> None:
-    _check_resources(_compile(QUICK + RANKED))
+    TABLE.check(TABLE.compile(QUICK + RANKED), QUICK + RANKED)
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_architecture(request: pytest.FixtureRequest) -> None:
-    found = _compile(ALL)
+    found = TABLE.compile(ALL)
     if request.config.getoption("--update-plans"):
-        RESOURCES.write_text(_text(found), encoding="utf-8")
-    _check_resources(found)
-
-
-def _compile(cases: tuple[str, ...]) -> dict[str, Any]:
-    """What `compiled_plans.py` prints; its results are kept in kdecode's cache folder."""
-    tests = Path(__file__).parents[1]
-    environment_of_it = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment_of_it["PYTHONPATH"] = str(tests / "model")
-    run = subprocess.run(
-        [
-            sys.executable,
-            tests / "decode/compiled_plans.py",
-            environment().cache_dir / "compiled",
-            *cases,
-        ],
-        capture_output=True,
-        text=True,
-        env=environment_of_it,
-    )
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
-def _check_resources(found: dict[str, Any]) -> None:
-    """Nothing spills or takes more than there is; figures are the table's of the same Triton."""
-    for line in found["lines"]:
-        limit = SHARED_LIMITS[line["case"].split("/")[0]]
-        assert line["shared_bytes"] <= limit, line
-        assert line["stack_bytes"] == 0 or line["kernel"] in SPILLS, line
-    committed = set(_committed_rows())
-    cases = {row[2] for row in committed}
-    assert {*QUICK, *RANKED} <= cases
-    if _title(found) == RESOURCES.read_text(encoding="utf-8").splitlines()[0]:
-        ours = {row for row in _rows(found) if row[2] in cases}
-        assert ours <= committed, f"If it is meant: {UPDATE} -m slow"
-
-
-def _title(found: dict[str, Any]) -> str:
-    return f"Triton {found['triton']}; registers and spilled bytes a thread, shared bytes a program"
-
-
-def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
-    for line in found["lines"]:
-        taken = (line["registers"], line["stack_bytes"], line["shared_bytes"])
-        rows.append((line["kernel"], line["tile"], line["case"], *map(str, taken)))
-    return sorted(rows)
-
-
-def _text(found: dict[str, Any]) -> str:
-    return f"{_title(found)}\n{table([COLUMNS, *_rows(found)])}\n"
-
-
-def _committed_rows() -> list[tuple[str, ...]]:
-    lines = RESOURCES.read_text(encoding="utf-8").splitlines()[2:]
-    return [tuple(cell.strip() for cell in line.split("  ") if cell.strip()) for line in lines]
+        TABLE.write(found)
+    TABLE.check(found, ALL)

@@ -7,10 +7,7 @@ Kimi K3 on one of 8 and of 16 ranks; ``-m slow --update-plans`` writes them.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +16,15 @@ import pytest
 from cuda_cases import CONFIGS, Twins, build, decode_batch, deployment, poison, verify_batch
 from native_cases import Loaded
 from released import kimi_k3
+from resource_table import ResourceTable
 from triton_cases import make_case
 
 from kdecode.cache.batch import StepBatch
 from kdecode.cli import main
-from kdecode.commands.common import table
-from kdecode.config import ConfigError, EngineConfig, ModelConfig, environment
+from kdecode.config import ConfigError, EngineConfig, ModelConfig
 from kdecode.decode import latency_specialized
 from kdecode.decode.verify import check_steps
 from kdecode.kernels.common.expert_products import SCALED_ARCHS
-from kdecode.kernels.common.triton_compile import SHARED_LIMITS
 
 SCALED: dict[str, Any] = {"arch": "sm_103", "expert_products": "scaled"}
 RESOURCES = Path(__file__).parents[1] / "plans" / "scaled" / "resources.txt"
@@ -50,7 +46,9 @@ SPILLS = {
     "or twice the warps have none and half as many instructions more."
 }
 UPDATE = "pytest tests/decode/test_scaled_products.py -m slow --update-plans"
-COLUMNS = ("kernel", "tile", "arch/ranks/rows/of a request", "registers", "spilled", "shared")
+TABLE = ResourceTable(
+    RESOURCES, "compiled_scaled.py", "arch/ranks/rows/of a request", SPILLS, UPDATE
+)
 
 
 def _wider(width: int) -> ModelConfig:
@@ -122,63 +120,23 @@ def test_the_command_says_which_steps_have_them(
 
 
 def test_they_are_one_instruction_and_do_not_spill() -> None:
-    found = _compile(QUICK)
-    _check_instructions(found)
-    _check_resources(found)
+    _check(TABLE.compile(QUICK), QUICK)
 
 
 @pytest.mark.slow
 def test_on_every_architecture(request: pytest.FixtureRequest) -> None:
-    found = _compile(ALL)
-    _check_instructions(found)
+    found = TABLE.compile(ALL)
     if request.config.getoption("--update-plans"):
-        text = f"{_title(found)}\n{table([COLUMNS, *_rows(found)])}\n"
-        RESOURCES.write_text(text, encoding="utf-8")
-    _check_resources(found)
+        TABLE.write(found)
+    _check(found, ALL)
 
 
-def _check_instructions(found: dict[str, Any]) -> None:
+def _check(found: dict[str, Any], cases: tuple[str, ...]) -> None:
     """Experts are multiplied by it; of other products are only those of the shared experts, which
     on several ranks are in expert_down's launch."""
+    assert {line["kernel"] for line in found["lines"]} == KERNELS
+    TABLE.check(found, cases)
     for kernel, counts in found["instructions"].items():
         assert counts.pop(INSTRUCTION) >= 4, kernel
         assert not any("tcgen05" in name for name in counts), (kernel, counts)
         assert not counts or re.search("'SHARED_LINES': [1-9]", kernel), (kernel, counts)
-
-
-def _compile(cases: tuple[str, ...]) -> dict[str, Any]:
-    """What `compiled_scaled.py` prints, in a process whose Triton is no interpreter."""
-    tests = Path(__file__).parents[1]
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = str(tests / "model")
-    folder = environment().cache_dir / "compiled"
-    command = [sys.executable, tests / "decode" / "compiled_scaled.py", folder, *cases]
-    run = subprocess.run(command, capture_output=True, text=True, env=variables)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
-def _check_resources(found: dict[str, Any]) -> None:
-    """Nothing spills or takes more than there is; figures are the table's of the same Triton."""
-    assert {line["kernel"] for line in found["lines"]} == KERNELS
-    for line in found["lines"]:
-        assert line["shared_bytes"] <= SHARED_LIMITS[line["case"].split("/")[0]], line
-        assert line["stack_bytes"] == 0 or line["kernel"] in SPILLS, line
-    title, _, *lines = RESOURCES.read_text(encoding="utf-8").splitlines()
-    committed = {tuple(cell.strip() for cell in line.split("  ") if cell.strip()) for line in lines}
-    assert set(QUICK) <= {row[2] for row in committed}
-    if _title(found) == title:
-        assert set(_rows(found)) <= committed, f"If it is meant: {UPDATE}"
-
-
-def _title(found: dict[str, Any]) -> str:
-    return f"Triton {found['triton']}; registers and spilled bytes a thread, shared bytes a program"
-
-
-def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
-    for line in found["lines"]:
-        taken = (line["registers"], line["stack_bytes"], line["shared_bytes"])
-        rows.append((line["kernel"], line["tile"], line["case"], *map(str, taken)))
-    return sorted(rows)
