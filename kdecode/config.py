@@ -200,6 +200,14 @@ class ModelConfig:
         return parse_model(source if isinstance(source, Mapping) else read_json(Path(source)))
 
 
+# Settings that only plans of latency_specialized on a GPU have: what the CPU, and `auto`, lack.
+_LACKING = {
+    "shared_experts": ("streams", "steps"),
+    "weight_prefetch": ("streams", "steps"),
+    "expert_products": ("scaled products", "products"),
+}
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How one engine runs a model. Every value is checked when the object is made.
@@ -310,12 +318,8 @@ class EngineConfig:
                 f"gpu_kernels is {self.gpu_kernels!r} and device {self.device!r}; they are kernels "
                 "for a GPU: set gpu_kernels to 'triton', or device to 'cuda'."
             )
-        for name, plain, lacking, kind in (
-            ("shared_experts", "inside", "streams", "steps"),
-            ("weight_prefetch", "off", "streams", "steps"),
-            ("expert_products", "exact", "scaled products", "products"),
-        ):
-            value = getattr(self, name)
+        for name, (lacking, kind) in _LACKING.items():
+            value, plain = getattr(self, name), OF_GPU_PLANS[name]
             if value != plain and self.device == "cpu":
                 raise ConfigError(
                     f"{name} is {value!r} and device {self.device!r}; only a GPU has {lacking}: "
@@ -399,6 +403,10 @@ class EngineConfig:
                 "(stored = x / scale), or cache_dtype to 'bf16'."
             )
         return check_cache_scale(f"the scale of layer {layer}'s cache", scale)
+
+
+# The same settings, with what every other deployment has: their defaults.
+OF_GPU_PLANS: Mapping[str, Any] = {name: getattr(EngineConfig, name) for name in _LACKING}
 
 
 @dataclass(frozen=True)

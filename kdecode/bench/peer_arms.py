@@ -20,6 +20,7 @@ from typing import Any
 
 from kdecode.bench.decode_speed import Window, decode_window
 from kdecode.bench.llama_cpp import LlamaCpp, LlamaSpeed, PeerError
+from kdecode.config import OF_GPU_PLANS
 from kdecode.engine.engine import LLM
 from kdecode.engine.request import Output, SamplingParams
 
@@ -35,7 +36,7 @@ _GGML_CLASSES = {
 }
 TRUNK = "projections, dense and shared MLP"
 # Of our settings, what an arm on a GPU names in the place of threads and instructions.
-_OF_A_GPU = ("gpu_kernels", "shared_experts", "weight_prefetch", "expert_products")
+_OF_A_GPU = ("gpu_kernels", *OF_GPU_PLANS)
 # What the products of a trunk in whole numbers take x as.
 _INTEGER_INPUTS = {"int8": "whole numbers of 16 bits", "int4": "bf16"}
 

@@ -25,7 +25,7 @@ from kdecode.commands.common import (
     table,
     weights_note,
 )
-from kdecode.config import EngineConfig, GpuExchange
+from kdecode.config import OF_GPU_PLANS, EngineConfig, GpuExchange
 
 if TYPE_CHECKING:
     from kdecode.bench.roofline import Probe
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 HELP = "every step of the plan: time, bytes, share of the floor"
 SHAPES = ("kimi-k3", "kimi-linear-48b")
 DEFAULT_LAYERS = 4
-# What plans of latency_specialized can be told on a GPU and auto cannot, with what it is without.
-OF_SPECIALIZED = {
-    "shared_experts": "inside",
-    "weight_prefetch": "off",
-    "expert_products": "exact",
-}
 
 
 def add_arguments(part: argparse.ArgumentParser) -> None:
@@ -215,7 +209,7 @@ def timed(
     )
     document = {
         **dataclasses.asdict(cost),
-        "settings": {name: getattr(config, name) for name in ("gpu_kernels", *OF_SPECIALIZED)},
+        "settings": {name: getattr(config, name) for name in ("gpu_kernels", *OF_GPU_PLANS)},
         "bytes_per_second": bandwidth,
         "others_cores": others,
         "is_spoilt": is_spoilt(others),
@@ -253,7 +247,7 @@ def title(cost: PlanCost, config: EngineConfig) -> str:
         ranks = f", {config.tensor_parallel_size} ranks through {cost.gpu_exchange}"
     told = [
         f", {name.replace('_', ' ')} {getattr(config, name)}"
-        for name, plain in OF_SPECIALIZED.items()
+        for name, plain in OF_GPU_PLANS.items()
         if getattr(config, name) != plain
     ]
     return (

@@ -11,9 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from kdecode.commands.bench_layer import DEFAULT_LAYERS, OF_SPECIALIZED, read_probe, timed
+from kdecode.commands.bench_layer import DEFAULT_LAYERS, read_probe, timed
 from kdecode.commands.common import InputError, ProgressBar, engine_config
-from kdecode.config import DecodeBackend, EngineConfig, ModelConfig, torch_run
+from kdecode.config import (
+    OF_GPU_PLANS,
+    DecodeBackend,
+    EngineConfig,
+    ModelConfig,
+    torch_run,
+)
 
 if TYPE_CHECKING:
     from kdecode.decode.inspect import PlanCost
@@ -96,7 +102,7 @@ def shape_config(
 
     num_ranks: that are timed together.
     """
-    plain = OF_SPECIALIZED if backend == "auto" and num_backends > 1 else {}
+    plain = OF_GPU_PLANS if backend == "auto" and num_backends > 1 else {}
     return engine_config(
         args,
         decode_backend=backend,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 
-from kdecode.commands.bench_layer import OF_SPECIALIZED
 from kdecode.commands.common import InputError, positive
+from kdecode.config import OF_GPU_PLANS
 
 # Flags that mean nothing without servers; none of them is given by default.
 _OF_SERVERS = (
@@ -144,7 +144,7 @@ def check_backends(args: argparse.Namespace) -> None:
     """
     if "auto" not in (args.arm_a, args.arm_b):
         return
-    for name, plain in OF_SPECIALIZED.items():
+    for name, plain in OF_GPU_PLANS.items():
         value = getattr(args, name)
         if value != plain:
             raise InputError(

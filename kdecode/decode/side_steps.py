@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kdecode.config import OF_GPU_PLANS
 from kdecode.decode.cuda_use import Use
 from kdecode.decode.deployment import Deployment
 from kdecode.decode.streams import MAIN
@@ -30,15 +31,15 @@ def refuse(deployment: Deployment) -> list[str]:
     """Every reason why the steps that were asked for cannot be there."""
     moe, reasons = deployment.config.moe, []
     asked = {
-        "shared_experts": (deployment.shared_experts, "inside"),
-        "weight_prefetch": (deployment.weight_prefetch, "off"),
+        "shared_experts": deployment.shared_experts,
+        "weight_prefetch": deployment.weight_prefetch,
     }
     if not deployment.ranks.is_alone:
         reasons += [
             f"{name} is {value!r} and tensor_parallel_size {deployment.ranks.size}; a plan of "
-            f"several ranks has one stream: set {name} to {plain!r}."
-            for name, (value, plain) in asked.items()
-            if value != plain
+            f"several ranks has one stream: set {name} to {OF_GPU_PLANS[name]!r}."
+            for name, value in asked.items()
+            if value != OF_GPU_PLANS[name]
         ]
     has_shared = "moe" in deployment.config.mlp_kinds and moe.num_shared > 0
     if deployment.shared_experts == "stream" and not has_shared:
